@@ -608,3 +608,45 @@ def test_a_job_that_was_taken_unseen_is_taken_back_before_its_run_is_submitted_a
     (slurm / "bin" / "sbatch").write_text(sbatch)
     assert main(("resume", "last")) == 0
     assert (slurm / "cancelled").read_text() == "77\n"
+
+
+def test_runs_of_a_sweep_share_a_gpu_and_are_cancelled_together(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = (
+        "--cluster",
+        "slurm",
+        "--device",
+        "sim:64MiB",
+        "--set",
+        "training.seed=range(0,3)",
+        "--pack",
+        "2",
+        "--cpus",
+        "1",
+    )
+    assert "job 41" in submit(capsys, *line)
+    sent = (slurm / "sent").read_text()
+    assert "#SBATCH --ntasks-per-node=2" in sent
+    assert "--kill-on-bad-exit=0 --wait=0" in sent
+    registry = Registry(slurm / "state")
+    jobs = {run.label: registry.jobs(run.run_id)[0] for run in registry.runs()}
+    assert [(job.job_id, job.packed_with) for job in jobs.values()] == [("41_0", 2), ("41_0", 2), ("41_1", 1)]
+    assert len({job.log_path for job in jobs.values()}) == 3
+    (slurm / "bin" / "squeue").write_text("#!/bin/sh\necho '41_0|RUNNING|None|n1||'\n")
+    assert main(("cancel", jobs["seed=0"].run_id)) != 0
+    assert "Cancel them together: can-train cancel" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--device", "cpu"), "--pack puts runs of a sweep on one GPU of a job of SLURM: --device cpu"),
+        (("--gpus", "1"), "--pack auto plans for the kind of GPU that a job asks for: 1"),
+    ],
+)
+def test_runs_are_packed_where_a_gpu_is_known(
+    slurm: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
+) -> None:
+    assert main((*TRAIN, "--submit", "--pack", "auto", *words)) == 2
+    assert told in " ".join(capsys.readouterr().err.split())

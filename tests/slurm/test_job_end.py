@@ -1,5 +1,6 @@
 """What is found out after a job: how much memory it had, and whether that ran out; and what is done then."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import NoReturn
@@ -8,10 +9,13 @@ import pytest
 
 from can_train.config.resolved import plain_to_yaml
 from can_train.errors import RunError
+from can_train.memory.host import PACKED
+from can_train.memory.meters import open_meter
 from can_train.runs.attempts import Attempts, SlurmContext
 from can_train.runs.run_folder import RunFolder
 from can_train.runs.scheduler import AccountRow, SchedulerAnswer
-from can_train.slurm.job import after_job, host_memory_ran_out, job_memory_mib
+from can_train.slurm.job import PackedJob, _is_over, after_job, host_memory_ran_out, job_memory_mib
+from can_train.slurm.launchers import rank_place
 from fakes.made_runs import Runs, end
 from fakes.run_facts import CLUSTER, slurm_job
 
@@ -99,8 +103,12 @@ class EndedJob:
         return after_job(resubmit, self.runs.state_dir, status=status, environment=b"")  # type: ignore[arg-type]
 
     @property
+    def calls(self) -> str:
+        return self._calls_path.read_text()
+
+    @property
     def is_requeued(self) -> bool:
-        return "scontrol requeue 7" in self._calls_path.read_text()
+        return "scontrol requeue 7" in self.calls
 
     @property
     def ending(self) -> str:
@@ -208,3 +216,40 @@ def test_a_job_whose_node_slurm_has_lost_has_not_failed(
     job = EndedJob(tmp_path, monkeypatch, state=state)
     assert job.after(1) == ""
     assert (job.ending, job.is_requeued) == (ending, False)
+
+
+def test_runs_that_share_a_job_end_each_by_itself_and_the_job_goes_back_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = EndedJob(tmp_path, monkeypatch)
+    others = [job.runs.add(number) for number in (2, 3)]
+    for path in (job.path, *others):
+        job.runs.submit(path, "7", packed_with=3)
+    for path in others:
+        (path / "config.yaml").write_text(plain_to_yaml({"cluster": {"max_restarts": 3}}))
+        assert Attempts(path, SlurmContext(job=slurm_job("7"), restarts=0)).current
+    end(job.path, "time_limit")
+    end(others[0], "failed")
+    end(others[1], "time_limit")
+    assert job.after(140) == "the time limit: put back into the queue"
+    assert job.calls.count("scontrol requeue 7") == 1
+    # What a requeue does not mend is over.
+    over = [_is_over(RunFolder(path)) for path in (job.path, *others)]
+    assert over == [False, True, False]
+
+
+def test_each_process_of_a_shared_job_trains_its_run_and_knows_its_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Runs(tmp_path)
+    paths, trained = [runs.add(1), runs.add(2)], []
+
+    def entry(folder: RunFolder, _: object) -> None:
+        trained.append((folder.path, open_meter("sim:64MiB").capacity_bytes, rank_place(os.environ)))
+
+    for number in ("1", "2"):
+        for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", PACKED):
+            monkeypatch.setenv(name, number)
+        PackedJob(entry, tuple(map(str, paths)))()
+    # The third process has no run.
+    assert trained == [(paths[1], 32 * 2**20, None)]

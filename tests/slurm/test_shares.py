@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 
 from can_train.config.settings import ClusterSettings
+from can_train.errors import ConfigError
 from can_train.slurm.client import Node, Partition
 from can_train.slurm.script import with_cluster_defaults
 
@@ -93,3 +94,16 @@ def test_where_nothing_is_known_nothing_is_asked_for() -> None:
     run = with_cluster_defaults(ClusterSettings(), None, "auto")
     assert (run.gpus, run.cpus, run.mem, run.time) == ("0", 0, "", "1-0:00:00")
     assert with_cluster_defaults(ClusterSettings(), None, "cuda").gpus == "1"
+
+
+def test_runs_that_share_a_gpu_share_its_part_of_the_node() -> None:
+    place = Partition(name="p", nodes=(Node(name="g", cpus=64, memory_mib=512 * 1024, gpus={"a100": 4}),))
+    alone, packed = (with_cluster_defaults(ClusterSettings(pack=pack), place, "cuda") for pack in ("", "4"))
+    assert [(run.cpus, run.mem, run.gpus_per_node) for run in (alone, packed)] == [(8, "32G", 1), (2, "128G", 1)]
+    assert (packed.num_ranks, packed.tasks_per_node) == (1, 4)
+
+
+@pytest.mark.parametrize("settings", [{"pack": "0"}, {"pack": "many"}, {"pack": "99"}, {"pack": "2", "gpus": "2"}])
+def test_a_gpu_is_shared_by_runs_of_one_process(settings: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.pack"):
+        ClusterSettings(**settings)  # type: ignore[arg-type]

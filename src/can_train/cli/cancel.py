@@ -11,6 +11,7 @@ from can_train.cli.run_locator import RunLocator, Runs, RunsDir, StateDir
 from can_train.errors import RunError
 from can_train.io.records import JobId, terminate, this_host, utc_now
 from can_train.runs.registry import CancelRecord
+from can_train.runs.run_folder import short_name
 from can_train.runs.run_state import RunFacts, live_row, silence_in_words, slurm_jobs, where_to_ask
 from can_train.runs.scheduler import ACTIVE, WAITING, QueueRow
 from can_train.runs.status import RunStatus, run_statuses
@@ -32,6 +33,7 @@ def cancel(runs: Runs, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -
     live = [status for status in statuses if status.state.live or live_row(status.facts) is not None]
     for status in statuses if not live else ():
         print_text(f"Run {status.known.run_id} has ended already: {status.state}")
+    _check_shared(live, locator)
     for status in live:
         check_own_jobs(status.facts)
     # Recorded first: whoever sees the end must find its reason.
@@ -41,6 +43,23 @@ def cancel(runs: Runs, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -
     for status in _wait_for_end(live, locator):
         what = " was asked to stop and has not ended yet" if status.state.live else ""
         print_text(f"Run {status.known.run_id}{what}: {status.state}")
+
+
+def _check_shared(live: Sequence[RunStatus], locator: RunLocator) -> None:
+    """Raises RunError where the job of a run trains other runs, too (`--pack`), which would end with it."""
+    packed = {job.slurm_job for status in live for job in status.facts.jobs[-1:] if job.packed_with > 1}
+    if not packed:
+        return
+    named = {status.known.run_id for status in live}
+    sweeps = {status.known.record.sweep for status in live}
+    beside = [run for run in locator.runs() if run.record.sweep in sweeps and run.run_id not in named
+              and any(job.slurm_job in packed for job in locator.registry.jobs(run.run_id)[-1:])]  # fmt: skip
+    others = [status.known.run_id for status in run_statuses(beside, locator.registry, slurm) if status.state.live]
+    if others:
+        together = " ".join(map(short_name, [*named, *others]))
+        beside_them = f"beside them it trains {', '.join(others)}"
+        raise RunError("A job that trains several runs ends as a whole", value=beside_them,
+                       remedy=f"Cancel them together: can-train cancel {together}")  # fmt: skip
 
 
 def _stop_all(live: Sequence[RunStatus], locator: RunLocator) -> None:

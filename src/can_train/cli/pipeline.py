@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from can_train.slurm.submission_plan import SubmissionPlan
 
 _OF_ONE_RUN: Final = (
-    "model", "mode", "size", "model_args", "max_parallel", "after", "target_gpu", "target_memory", "show_config",
-    "yes",
+    "model", "mode", "size", "model_args", "max_parallel", "pack", "after", "target_gpu", "target_memory",
+    "show_config",
 )  # fmt: skip
 """Options of a training line that a pipeline decides itself, or that mean nothing to several runs."""
 
@@ -79,6 +79,12 @@ def _pipeline(flags: Flags) -> None:
     for step in () if flags["quiet"] else steps:
         for notice in step.notices:
             output.print_note(f"{step.name}: {notice}")
+    if flags["submit"]:
+        steps = [*_placed(steps, flags, verbosity)]
+        if not steps:
+            return
+    elif flags["yes"]:
+        raise ConfigError("--yes has no effect without --submit", remedy="Leave it out")
     if flags["dry_run"]:
         _print_plan(steps, flags)
     elif flags["show"]:
@@ -225,6 +231,27 @@ def _train_stage(folder: RunFolder, step: PlannedStage, stream: TextIO | None, v
 
 
 # Submitting to SLURM
+
+
+def _placed(steps: Sequence[PlannedStage], flags: Flags, verbosity: Verbosity) -> Sequence[PlannedStage]:
+    """Returns the stages, new ones at the place that `--partition auto` chooses for all of them; none where the person
+    who is asked does not agree.
+    """
+    from can_train.cli.submit import agree, place_runs, print_places
+    from can_train.runs.pipeline import REUSED, RUNNING_ALREADY
+
+    new = [step for step in steps if step.what not in (REUSED, RUNNING_ALREADY) and step.run.cluster.wants_place]
+    if not new:
+        if flags["yes"] and not any(step.run.cluster.wants_place for step in steps):
+            raise ConfigError("--yes has no effect without --partition auto", remedy="Leave it out")
+        return steps
+    placement = place_runs([step.run for step in new], output.make_reporter(verbosity))
+    if not flags["json"]:
+        print_places(placement, f"Places for {len(new)} stages")
+    if not flags["dry_run"] and not agree(placement, yes=flags["yes"]):
+        return ()
+    placed = {step.name: run for step, run in zip(new, placement.runs, strict=True)}
+    return [replace(step, run=placed.get(step.name, step.run)) for step in steps]
 
 
 def _submit_stages(steps: Sequence[PlannedStage]) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ from can_train.runs.trials import (
 )
 
 if TYPE_CHECKING:
+    from can_train.cli.submit import Placement
     from can_train.runs.status import RunStatus
     from can_train.slurm.job import Entry
     from can_train.slurm.submission_plan import PlannedRun
@@ -216,8 +217,10 @@ def print_trials(planned: PlannedSearch) -> None:
 # On a cluster
 
 
-def submit_trials(entry: "Entry", planned: PlannedSearch, *, after: Sequence[str], as_json: bool = False) -> None:
-    """Submits the trials of a search that have no run, as one array.
+def submit_trials(
+    entry: "Entry", planned: PlannedSearch, placement: "Placement", *, after: Sequence[str], as_json: bool = False
+) -> None:
+    """Submits the trials of a search that have no run, as one array; `placement` has a run for each of them.
 
     Raises:
         CanTrainError: They cannot be submitted; none has been.
@@ -238,9 +241,9 @@ def submit_trials(entry: "Entry", planned: PlannedSearch, *, after: Sequence[str
             print_wrapped(f"All {planned.trials} trials have runs. Raise --trials for more.")
         _print_next(planned, [], as_json=as_json)
         return
-    runs = planned.jobs(len(numbers))
+    runs = placement.runs
     code, partitions = code_of_runs(runs), read_cluster(runs)
-    plan = plan_submission(runs, code.digest, partitions, after=after, force=True)
+    plan = plan_submission(runs, code.digest, partitions, after=after, force=True, on_host=placement.on_host)
     plan = replace(plan, sweep=[SweepRun(name=planned.search.name)] * len(runs))
     print_notices(plan.notices)
     (group,) = plan.groups
@@ -262,7 +265,7 @@ def submit_trials(entry: "Entry", planned: PlannedSearch, *, after: Sequence[str
             if number in numbers and not run.path.is_dir():
                 folder.discard(number)
     if not as_json:
-        print_jobs(base, jobs, expects)
+        print_jobs(runs[0], jobs, expects)
         at_once = f"At most {runs[0].cluster.max_parallel} train at once (--max-parallel)"
         print_wrapped(f"{at_once}, so that later trials learn from earlier ones.")
     objects = [job_json(job, RunFolder(base.runs_dir / job.run_id)) for job in jobs]

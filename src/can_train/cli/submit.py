@@ -5,6 +5,7 @@ them. Imports no torch: the job itself examines its GPU, and a child process pla
 """
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any, Final
 
 from can_train.cli.output import confirm, print_json, print_note, print_tables, print_text, print_wrapped, working
 from can_train.config.resolved import ResolvedRun, plain_to_yaml, state_dir
-from can_train.config.settings import ClusterSettings
+from can_train.config.settings import AUTO_PACK, MOST_PACKED, ClusterSettings
 from can_train.errors import (
     DOES_NOT_FIT,
     CanTrainError,
@@ -27,7 +28,7 @@ from can_train.errors import (
     unknown_name,
     with_command_name,
 )
-from can_train.io.units import count_range, parse_time_min, time_text
+from can_train.io.units import count_range, counted, parse_time_min, size_text, time_text
 from can_train.memory.catalogue import cards_named, several_of
 from can_train.reporter import Reporter, TextTable
 from can_train.runs.registry import JobRecord, Registry
@@ -61,7 +62,15 @@ from can_train.slurm.submission_plan import (
     job_device,
     plan_submission,
 )
-from can_train.slurm.submit import run_here, start_jobs, start_process, submission_folder, submit_job
+from can_train.slurm.submit import (
+    in_packs,
+    run_here,
+    start_jobs,
+    start_process,
+    submission_folder,
+    submit_job,
+    unpacked,
+)
 
 _MAX_LISTED: Final = 10  # runs of an array that are listed; of more, the first ones and how many follow
 
@@ -166,7 +175,7 @@ def _planned_jobs(
     state = state_dir(planned_runs[0].run.paths)
     jobs = [PlannedJob(script=None, device=JobDevice())] * len(planned_runs)
     for group in plan.groups if together else [[planned] for planned in planned_runs]:
-        cluster = group[0].run.cluster
+        cluster = group[0].run.cluster if len(group) > 1 else unpacked(group[0].run.cluster)
         if cluster.executor == "slurm":
             folders, submission = _new_group(group, plan, state)
             paths = (
@@ -178,7 +187,8 @@ def _planned_jobs(
             )
             job_parameters = parameters(cluster, submission, code.folder(state), paths)
             python = python_command(cluster, code.folder(state), paths)
-            text = script(submission_folder(folders, submission), job_parameters, len(group), python)
+            number = len(in_packs(group, cluster))
+            text = script(submission_folder(folders, submission), job_parameters, number, python)
             for planned in group:
                 jobs[planned.index] = PlannedJob(
                     script=text, device=job_device(planned.run, partitions), cluster=planned.run.cluster
@@ -327,6 +337,7 @@ def print_jobs(run: ResolvedRun, jobs: Sequence[JobRecord], expects: str, sweep:
 
 # --partition auto: the place where the run ends first
 
+_PACKED_FILL: Final = 0.9  # share of its part of a GPU that a packed run may fill, as a run fills a whole one
 _PLAN_S: Final = 600  # longest wait for a plan
 _NOTHING_TO_CHOOSE: Final = "The cluster tells nothing about its partitions: the job goes to the default partition"
 
@@ -444,6 +455,18 @@ class CardFigures:
     micro_batches: str = ""
     peak_share: float = 0.0  # predicted peak ÷ usable memory
     on_host_bytes: int = 0  # of each rank, that wait in the memory of the host
+    peak_bytes: float = 0.0  # upper end of the interval of the predicted peak
+    capacity_bytes: int = 0  # usable memory
+    context_bytes: int = 0  # that each process takes of the GPU, beside its tensors
+
+    def runs_beside(self) -> int:
+        """Returns how many such runs fit on the GPU beside each other."""
+        whole = self.capacity_bytes + self.context_bytes
+        return max(1, int(whole // (self.peak_bytes / _PACKED_FILL + self.context_bytes))) if self.peak_bytes else 1
+
+    def __str__(self) -> str:
+        return f"a run is predicted to take up to {size_text(self.peak_bytes)} of {size_text(self.capacity_bytes)}"
+
     rule: str = ""  # rule, value and remedy of the error, where it does not fit
     value: str = ""
     remedy: str = ""
@@ -456,10 +479,13 @@ class CardFigures:
         if not plan["fits"]:
             parts = {part: plan["error"][part] for part in ("rule", "value", "remedy")}
             return cls(name=name, fits=False, samples=samples, **parts)
+        ends = plan["predicted_peak_interval_bytes"] if plan["predicted_peak_bytes"] else [0, 0]
         fewest, most = (plan["micro_batches"][each] for each in ("fewest", "most"))
         return cls(name=name, fits=True, samples=samples, rung=plan["rung"]["name"],
                    micro_batches=count_range(fewest, most, "-"),
                    on_host_bytes=sum(plan["rung"][f"{kind}_on_host_bytes"] or 0 for kind in ("state", "saved")),
+                   peak_bytes=max(ends), capacity_bytes=target["capacity_bytes"],
+                   context_bytes=target["total_bytes"] - target["capacity_bytes"],
                    peak_share=(plan["predicted_peak_bytes"] or 0) / target["capacity_bytes"])  # fmt: skip
 
     def misfit(self) -> DoesNotFitError:
@@ -503,6 +529,53 @@ def check_fits(runs: Sequence[ResolvedRun], reporter: Reporter) -> Placement:
         alike = next((known for known in range(index) if _is_alike(run, runs[known])), None)
         on_host[index] = _on_host(run, reporter) if alike is None else on_host[alike]
     return Placement(runs=runs, on_host=on_host)
+
+
+def pack_runs(placement: Placement, reporter: Reporter) -> Placement:
+    """Decides how many runs share a GPU (`--pack auto`), by the peak that their plans predict, and tells the gain.
+
+    Raises:
+        ConfigError: The runs have no GPU, or nothing tells which.
+    """
+    runs = placement.runs
+    if not any(run.cluster.pack for run in runs):
+        return placement
+    first = runs[0]
+    if first.cluster.executor != "slurm" or first.device == "cpu":
+        value = f"--cluster {first.cluster.executor}" if first.cluster.executor != "slurm" else "--device cpu"
+        raise ConfigError("--pack puts runs of a sweep on one GPU of a job of SLURM", value=value,
+                          remedy="Leave it out")  # fmt: skip
+    number, why = first.cluster.runs_per_job, ""
+    if first.cluster.pack == AUTO_PACK:
+        plans = _plans_to_pack(runs, reporter)
+        number, why = min(plan.runs_beside() for plan in plans), f": {max(plans, key=lambda plan: plan.peak_share)}"
+    number = min(number, len(runs), MOST_PACKED)
+    if number < 2:
+        reporter.notice(f"--pack: each run gets a GPU of its own{why}")
+    else:
+        jobs = math.ceil(len(runs) / number)
+        reporter.notice(f"--pack: {number} runs share a GPU{why}. {counted(jobs, 'job')} in place of {len(runs)}")
+    pack = str(number) if number > 1 else ""
+    return replace(placement, runs=[_at(run, replace(run.cluster, pack=pack)) for run in runs])
+
+
+def _plans_to_pack(runs: Sequence[ResolvedRun], reporter: Reporter) -> "list[CardFigures]":
+    """Plans the runs whose plans differ for each GPU that their jobs may get."""
+    first = runs[0]
+    keys = [card.key for kind in first.cluster.gpu_kinds for card in cards_named(kind)]
+    keys = [first.device] if first.device.startswith("sim:") else [*dict.fromkeys(keys)]
+    if not keys:
+        remedy = "Name it: --gpus a100:1; or give a number: --pack 4"
+        raise ConfigError("--pack auto plans for the kind of GPU that a job asks for", value=first.cluster.gpus,
+                          remedy=remedy)  # fmt: skip
+    unlike = [run for index, run in enumerate(runs) if not any(_is_alike(run, known) for known in runs[:index])]
+    plans = [plan for run in unlike for plan in _plan(run, keys, 1, reporter).values()]
+    if misfits := [plan for plan in plans if not plan.fits]:
+        raise misfits[0].misfit()
+    if not plans:
+        raise ConfigError("--pack auto needs a plan of the runs, and none could be made here", value=first.key,
+                          remedy="Give a number: --pack 4")  # fmt: skip
+    return plans
 
 
 def _on_host(run: ResolvedRun, reporter: Reporter) -> int:

@@ -186,8 +186,7 @@ def _check_train_flags(flags: Flags) -> Sequence[str]:
 
 def start_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence[str]) -> None:
     """Plans, submits or trains new runs, whichever the flags of a training line ask for."""
-    if flags["yes"] and (not flags["submit"] or not any(run.cluster.wants_place for run in runs)):
-        raise ConfigError("--yes has no effect without --partition auto", remedy="Leave it out")
+    _check_yes(runs, flags)
     verbosity = Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"])
     if flags["dry_run"]:
         check_started_once("A plan")
@@ -203,6 +202,11 @@ def start_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence[str]
         _train_here(runs, verbosity, as_json=flags["json"])
 
 
+def _check_yes(runs: Sequence["ResolvedRun"], flags: Flags) -> None:
+    if flags["yes"] and (not flags["submit"] or not any(run.cluster.wants_place for run in runs)):
+        raise ConfigError("--yes has no effect without --partition auto", remedy="Leave it out")
+
+
 def _placed(runs: Sequence["ResolvedRun"], flags: Flags, verbosity: Verbosity) -> "Placement":
     """Returns the runs at the place that `--partition auto` chooses, as they are without it; no runs where the person
     who is asked does not agree.
@@ -210,14 +214,19 @@ def _placed(runs: Sequence["ResolvedRun"], flags: Flags, verbosity: Verbosity) -
     Raises:
         DoesNotFitError: A run does not fit the kind of GPU that its job asks for.
     """
-    from can_train.cli.submit import Placement, agree, check_fits, place_runs, print_places
+    from can_train.cli.submit import Placement, agree, check_fits, pack_runs, place_runs, print_places
 
     if not flags["submit"] or not any(run.cluster.wants_place for run in runs):
         # A dry run prints the plan, or the error.
         if flags["submit"] and not flags["dry_run"]:
-            return check_fits(runs, output.make_reporter(verbosity))
-        return Placement(runs=runs)
+            return pack_runs(check_fits(runs, output.make_reporter(verbosity)), output.make_reporter(verbosity))
+        return (
+            pack_runs(Placement(runs=runs), output.make_reporter(verbosity))
+            if flags["submit"]
+            else Placement(runs=runs)
+        )
     placement = place_runs(runs, output.make_reporter(verbosity))
+    placement = pack_runs(placement, output.make_reporter(verbosity))
     if not flags["json"]:
         print_places(placement, f"Places for {_title(runs[0], runs) if len(runs) == 1 else f'{len(runs)} runs'}")
     return placement if flags["dry_run"] or agree(placement, yes=flags["yes"]) else Placement(runs=())
@@ -325,6 +334,8 @@ def _search(flags: Flags, after: Sequence[str], resolve: "Callable[[Flags], Sequ
     from can_train.cli.submit import Placement
 
     planned = plan_search(flags, resolve)
+    _check_yes([planned.base], flags)
+    verbosity = Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"])
     if flags["dry_run"]:
         if not flags["json"]:
             print_search(planned)
@@ -332,14 +343,16 @@ def _search(flags: Flags, after: Sequence[str], resolve: "Callable[[Flags], Sequ
         check_started_once("A plan")
         # Of the array all jobs have one script.
         runs = planned.jobs(len(planned.missing())) if flags["submit"] else []
-        verbosity = Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"])
-        _print_dry_runs(Placement(runs=runs or [planned.base]), flags, after, verbosity, alike=True)
+        placement = _placed(runs, flags, verbosity) if runs else Placement(runs=[planned.base])
+        _print_dry_runs(placement, flags, after, verbosity, alike=True)
     elif flags["submit"]:
         check_started_once("A submission", "The job starts a rank on each GPU: --gpus N --nodes M")
-        submit_trials(continue_in_job, planned, after=after, as_json=flags["json"])
+        numbers = planned.missing()
+        placement = _placed(planned.jobs(len(numbers)), flags, verbosity)
+        if placement.runs or not numbers:
+            submit_trials(continue_in_job, planned, placement, after=after, as_json=flags["json"])
     else:
         check_started_once("A search", "Its trials then train in one process each, or with --submit --gpus N on N GPUs")
-        verbosity = Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"])
         if verbosity != Verbosity.QUIET and not flags["json"]:
             print_search(planned)
         _train_trials(planned, verbosity, as_json=flags["json"])

@@ -150,6 +150,7 @@ def make_command(
     # A command that makes no arrays of jobs has no runs that wait for others either.
     if "after" not in options:
         described.pop("max_parallel", None)
+        described.pop("pack", None)
     described |= {role: (str | None, None, f"Run that is {what}, by name or folder. [the newest that fits]")
                   for role, what in roles.items()}  # fmt: skip
     if not any(field.name == "baselines" for each in tasks for mode in each.modes.values() for field in fields(mode)):
@@ -181,7 +182,7 @@ def with_request_flags(command: Callable[..., None]) -> Callable[..., None]:
     place = {"rich_help_panel": "The job of a run on SLURM", "hidden": False}
     # No default is shown: a flag that is not given leaves the run's request as it is.
     flags = [_parameter(name, (kind, None, text.partition(" [")[0]), {}, place)
-             for name, (kind, _, text) in options.items() if name != "max_parallel"]  # fmt: skip
+             for name, (kind, _, text) in options.items() if name not in ("max_parallel", "pack")]  # fmt: skip
     own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != "request"]
 
     def with_request(**given: Any) -> None:

@@ -30,7 +30,7 @@ PATH_FLAGS: Final = ("runs_dir", "data_root", "state_dir")
 CLUSTER_FLAGS: Final = (
     "partition", "time", "gpus", "mem", "account", "qos", "nodes", "ranks", "cpus", "mem_per_gpu", "cpus_per_gpu",
     "tmp", "constraint", "gres", "exclude", "nodelist", "reservation", "exclusive", "clusters", "begin", "nice",
-    "comment", "job_name", "mail_user", "mail_type", "container", "max_parallel",
+    "comment", "job_name", "mail_user", "mail_type", "container", "max_parallel", "pack",
 )  # fmt: skip
 """Settings of `paths` and of `cluster` that have a flag of their own, and may stand in a person's settings file."""
 

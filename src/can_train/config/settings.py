@@ -125,6 +125,9 @@ def _check_notify(command: Sequence[str]) -> None:
         before = argument
 
 
+AUTO_PACK: Final = "auto"
+"""The value of `cluster.pack` that lets can-train choose how many runs share a GPU."""
+MOST_PACKED: Final = 32  # runs on a GPU; each also takes processors and memory of the host
 AUTO_PARTITION: Final = "auto"
 """The value of `cluster.partition` that lets can-train choose."""
 
@@ -216,6 +219,8 @@ class ClusterSettings:
     """Times that a run is submitted again after a fault of its node (ECC, driver, file system), without that node."""
     max_parallel: int = 0
     """Jobs of a sweep that run at once; 0: all."""
+    pack: str = ""
+    """Runs of a sweep that share a GPU: a number, or auto: as many as are predicted to fit; empty: one."""
 
     def __post_init__(self) -> None:
         check_choice("cluster.executor", self.executor, ("slurm", "local", "debug"))
@@ -234,6 +239,12 @@ class ClusterSettings:
             "signal_delay_s",
         ):
             check_range(f"cluster.{name}", getattr(self, name), low=0)
+        if self.pack not in ("", AUTO_PACK):
+            check_range("cluster.pack", self.runs_per_job, low=1, high=MOST_PACKED)
+            if self.nodes > 1 or self.ranks_per_node > 1:
+                raise ConfigError("cluster.pack puts several runs on one GPU, and each run trains in one process",
+                                  value=f"{self.nodes * self.ranks_per_node} processes a run",
+                                  remedy="Leave out pack, or ask for one GPU of one node")  # fmt: skip
         if self.time:
             parse_time_min(self.time)
         for size in filter(None, (self.mem, self.mem_per_gpu, self.tmp)):
@@ -269,6 +280,18 @@ class ClusterSettings:
         return self.ranks or max(1, self.gpus_per_node)
 
     @property
+    def runs_per_job(self) -> int:
+        """Runs that a job trains beside each other on its GPU."""
+        if self.pack in ("", AUTO_PACK):
+            return 1
+        return int(self.pack) if re.fullmatch(r"\d{1,4}", self.pack, re.ASCII) else 0
+
+    @property
+    def tasks_per_node(self) -> int:
+        """Processes of each node, of all runs of the job."""
+        return self.ranks_per_node * self.runs_per_job
+
+    @property
     def num_ranks(self) -> int:
         """Processes of the job on all of its nodes."""
         return self.nodes * self.ranks_per_node
@@ -281,7 +304,7 @@ class ClusterSettings:
     @property
     def cpus_per_node(self) -> int:
         """Processors of each node, as far as they were asked for, and at least one of each rank."""
-        return self.cpus_per_gpu * self.gpus_per_node or max(1, self.cpus) * self.ranks_per_node
+        return self.cpus_per_gpu * self.gpus_per_node or max(1, self.cpus) * self.tasks_per_node
 
     @property
     def memory_per_node_mib(self) -> int:

@@ -17,6 +17,7 @@ PINNED_SHARE: Final = 0.5
 _LOCAL_SIZES: Final = (
     "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS",
 )  # fmt: skip
+PACKED: Final = "CAN_TRAIN_PACKED"  # variable with the number of runs that share the GPU of this process
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 
 
@@ -104,6 +105,8 @@ def processes_here(environment: Mapping[str, str] = os.environ) -> int:
     >>> processes_here({"SLURM_STEP_NUM_TASKS": "9", "SLURM_STEP_TASKS_PER_NODE": "4(x2),1"})
     4
     """
+    if environment.get(PACKED, "").isdecimal():
+        return max(1, int(environment[PACKED]))
     # The innermost launcher first: torchrun may be started by mpirun, and mpirun by srun.
     counts = [environment[name] for name in _LOCAL_SIZES if environment.get(name, "").isdecimal()][:1]
     if not counts and environment.get("SLURM_STEP_NUM_TASKS", "1") != "1":

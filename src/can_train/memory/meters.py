@@ -25,7 +25,7 @@ from can_train.io.units import exact_size, parse_size
 from can_train.memory.allocator_settings import OWN_SETTINGS, SETTINGS_VARIABLES, read_allocator_settings
 from can_train.memory.catalogue import UsableMemory, gpu_key, recordable
 from can_train.memory.cuda_workspaces import SUM_BYTES_PER_THREAD, Capability, capability_of
-from can_train.memory.host import available_bytes
+from can_train.memory.host import PACKED, available_bytes
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.memory.sharded_tensors import shard_of
 from can_train.memory.simulated.allocator import PLAIN, AllocatorSettings, no_contention
@@ -239,6 +239,11 @@ class CudaMeter(Meter):
         obtainable = self._obtainable_bytes()
         # Torch 2.6 can set a fraction (`set_per_process_memory_fraction`) but cannot tell it.
         fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(device)
+        if (runs := packed_runs()) > 1:
+            # Each run has a context of its own; no run may take the memory of another one.
+            share = (self.total_bytes / runs - _CONTEXT_MOST_BYTES) / self.total_bytes
+            fraction = min(fraction, max(share, 0.01))
+            torch.cuda.set_per_process_memory_fraction(fraction, device)
         self.capacity_bytes = min(obtainable, int(fraction * self.total_bytes))
         self.foreign_bytes_at_start = max(0, self.total_bytes - obtainable - _CONTEXT_MOST_BYTES)
         self.key = gpu_key(properties.name, self.total_bytes)
@@ -431,6 +436,12 @@ def _drop_failed_backward() -> None:
         torch.zeros((), requires_grad=True).backward()
 
 
+def packed_runs() -> int:
+    """Returns the number of runs that share the GPU of this process, which `cluster.pack` has put there; else 1."""
+    number = os.environ.get(PACKED, "")
+    return max(1, int(number)) if number.isdecimal() else 1
+
+
 def open_meter(text: str) -> Meter:
     """Opens the meter of `auto`, `cpu`, `cuda[:i]` or `sim:<size>`; raises DeviceError where it cannot be used."""
     device = resolve_device(text)
@@ -448,7 +459,8 @@ def open_meter(text: str) -> Meter:
 
 
 def _open_simulated(text: str) -> SimulatedMeter:
-    meter = SimulatedMeter(simulated_bytes(text), read_allocator_settings(), simulated_contention())
+    capacity_bytes = simulated_bytes(text) // packed_runs()
+    meter = SimulatedMeter(capacity_bytes, read_allocator_settings(), simulated_contention())
     if os.environ.get(RECORDED):
         meter.recordable = UsableMemory(key=meter.key, name=meter.name, total_bytes=meter.capacity_bytes,
                                         subtracted=(), source="simulated")  # fmt: skip

@@ -51,6 +51,7 @@ class JobRecord(_Entry):
     reason: str = ""  # of a later submission, in words: "host out-of-memory: 600M instead of 400M"
     resources: dict[str, Any] = field(default_factory=dict)  # requested resources, by sbatch's names
     cluster: str = ""  # SLURM cluster of the job; empty: a process, or not recorded
+    packed_with: int = 1  # runs that the job trains beside each other, this one included
 
     @property
     def slurm_job(self) -> JobId | None:

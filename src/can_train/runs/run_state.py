@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from can_train.errors import without_positions
 from can_train.reporter import COLUMNS
 from can_train.runs import scheduler
+from can_train.runs.attempts import RESTARTED
 from can_train.runs.scheduler import AccountRow, SchedulerAnswer
 
 if TYPE_CHECKING:
@@ -387,6 +388,10 @@ def _state_in_queue(row: scheduler.QueueRow, facts: RunFacts) -> RunState:
         history = f"before that: {_in_words(infer_attempt_state(attempts[-1], facts))}" if attempts else ""
         return RunState(QUEUED, "; ".join(filter(None, [why, history, again])))
     where = f"on {row.nodes}" if row.nodes else "in its job"
+    end = attempts[-1].end if attempts else None
+    if end is not None and facts.jobs and facts.jobs[-1].packed_with > 1 and end.ending not in RESTARTED:
+        # Its job trains other runs.
+        return _recorded(end)
     if attempts and attempts[-1].end is not None:
         # The job is about to leave the queue or to be requeued, or its next attempt is about to begin.
         ended = _in_words(_recorded(attempts[-1].end))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from can_train.config.settings import ClusterSettings
 from can_train.errors import CanTrainError, RunError, printable
 from can_train.io.records import JobId
-from can_train.memory.host import control_groups
+from can_train.memory.host import PACKED, control_groups
 from can_train.runs import attempts
 from can_train.runs.attempts import AttemptEnd, Attempts, SlurmContext, StopRequests
 from can_train.runs.registry import JobRecord, Registry, RunRecord
@@ -81,11 +81,41 @@ class Job:
             raise
 
 
+@dataclass(frozen=True)
+class PackedJob:
+    """A job whose processes train runs beside each other on one GPU, as submitit pickles it: each process one run."""
+
+    entry: Entry
+    run_paths: tuple[str, ...]
+
+    def __call__(self) -> None:
+        """Trains the run of this process; raises SystemExit as `Job` does."""
+        number = int(os.environ.get("SLURM_PROCID", "0"))
+        # The last job of a sweep may have fewer runs than processes. A job that goes back into the queue has runs that
+        # are over.
+        if number >= len(self.run_paths) or _is_over(RunFolder(Path(self.run_paths[number]))):
+            return
+        os.environ |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1",
+                       PACKED: str(len(self.run_paths))}  # fmt: skip
+        Job(self.entry, self.run_paths[number])()
+
+
+def _is_over(folder: RunFolder) -> bool:
+    """Returns whether a run has a result, or ended for a reason that a requeue does not mend."""
+    if folder.result_path.is_file():
+        return True
+    if not (starts := folder.attempts.starts()):
+        return False
+    end = folder.attempts.end(starts[-1].attempt)
+    return folder.attempts.is_superseded() or (end is not None and end.ending not in attempts.RESTARTED)
+
+
 def _return_to_queue(folder: RunFolder, stops: StopRequests) -> None:
     """Puts the job of a warned run back into the queue, or records SLURM's refusal."""
     context = SlurmContext.from_environment()
-    # Rank 0 requeues for all ranks; submitit's local executor has no queue.
-    if context.job is None or context.rank or os.environ.get("SUBMITIT_EXECUTOR") != "slurm":
+    # Rank 0 requeues for all ranks; submitit's local executor has no queue. A requeue kills all runs of a job: those
+    # that share a GPU save first, and the job goes back after the last of them.
+    if PACKED in os.environ or context.job is None or context.rank or os.environ.get("SUBMITIT_EXECUTOR") != "slurm":
         return
     # SIGTERM after the warning comes from the time limit or from a person's scancel.
     if stops.terminated:
@@ -460,9 +490,24 @@ def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environme
     Returns:
         A sentence about the restart; may be empty.
     """
-    ended = _find_ended_job(state_dir)
-    if ended is None:
-        return ""
+    runs = _find_ended_runs(state_dir)
+    told, requeued = [], list[tuple[_EndedJob, str, Requeue]]()
+    for ended in runs:
+        after = _after_run(ended, resubmit, state_dir, status=status, environment=environment)
+        if isinstance(after, str):
+            told.append(f"{ended.run.run_id}: {after}" if after and len(runs) > 1 else after)
+        else:
+            requeued.append(after)
+    # It kills this process: the last thing that a job does.
+    return "\n".join(filter(None, [*told, _requeue(requeued) if requeued else ""]))
+
+
+def _after_run(
+    ended: "_EndedJob", resubmit: Resubmission, state_dir: Path, *, status: int, environment: bytes
+) -> "str | tuple[_EndedJob, str, Requeue]":
+    """Records how the run of a job ended, and submits it again if it may be; returns a sentence about it, or the run,
+    its ending and the decision where the job goes back into the queue.
+    """
     if ended.end and ended.end.ending == "finished":
         return notify(ended.folder, ended.settings, "finished", label=ended.run.label)
     # SLURM gave up the node, and started the job elsewhere: a requeue would stop the job there.
@@ -491,8 +536,10 @@ def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environme
     # SLURM restarts a job that it ends itself (preemption, a failed node); a cancelled job stays cancelled.
     if was_cancelled or not (is_running or silence):
         return ""
+    if isinstance(decision, Requeue) and not silence:
+        return ended, ending, decision
     if isinstance(decision, Requeue):
-        return _requeue(ended, ending, decision, silence)
+        return _record_failed_restart(ended, ending, _not_put_back(silence))
     if silence:
         return _record_failed_restart(ended, ending, _not_submitted_again(silence))
     try:
@@ -504,14 +551,15 @@ def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environme
     return f"{decision.reason}: submitted again as job {job.job_id}"
 
 
-def _requeue(ended: _EndedJob, ending: str, decision: Requeue, silence: str) -> str:
-    """Puts a job back into the queue, unless SLURM does not answer; returns a sentence about it."""
-    if ended.end is not None and ended.end.rank is None:
-        # The training has recorded its own failed attempt to requeue the job.
-        ended.attempts.record_end(ending, "", ended.end.details)
-    refusal = silence or client.requeue_job(ended.slurm_job)
-    if refusal:
-        return _record_failed_restart(ended, ending, _not_put_back(refusal))
+def _requeue(runs: "Sequence[tuple[_EndedJob, str, Requeue]]") -> str:
+    """Puts the job of some runs back into the queue; returns a sentence about it."""
+    for ended, ending, _ in runs:
+        if ended.end is not None and ended.end.rank is None:
+            # The training has recorded its own failed attempt to requeue the job.
+            ended.attempts.record_end(ending, "", ended.end.details)
+    first, _, decision = runs[0]
+    if refusal := client.requeue_job(first.slurm_job):
+        return "\n".join(_record_failed_restart(ended, ending, _not_put_back(refusal)) for ended, ending, _ in runs)
     return f"{decision.reason}: put back into the queue"
 
 
@@ -523,22 +571,28 @@ def _record_failed_restart(ended: _EndedJob, ending: str, failure: str) -> str:
     return f"{failure}. Go on: can-train resume {ended.run.run_id}"
 
 
-def _find_ended_job(state_dir: Path) -> _EndedJob | None:
-    """Finds the run of the job around this process; None if there is no such job or run."""
+def _find_ended_runs(state_dir: Path) -> list[_EndedJob]:
+    """Finds the runs of the job around this process: one, or several that share a GPU; none if there is no such job."""
     context, registry = replace(SlurmContext.from_environment(), rank=0), Registry(state_dir)
     until = time.monotonic() + _REGISTRATION_WAIT_S
     while context.job is not None:
+        runs, seen = [], set[str]()
         # The newest first: SLURM may have reused the number.
         jobs = ((run, job) for run in reversed(registry.runs()) for job in reversed(registry.jobs(run.run_id)))
         for run, job in jobs:
-            if job.slurm_job == context.job:
+            if job.slurm_job == context.job and run.run_id not in seen:
+                seen.add(run.run_id)
                 of_run = Attempts(Path(run.path), context)
-                return _EndedJob(run=run, job=job, slurm_job=context.job, folder=RunFolder(Path(run.path)),
-                                 attempts=of_run, end=of_run.end_in(context), registry=registry)  # fmt: skip
+                runs.append(_EndedJob(run=run, job=job, slurm_job=context.job, folder=RunFolder(Path(run.path)),
+                                      attempts=of_run, end=of_run.end_in(context), registry=registry))  # fmt: skip
+                if job.packed_with <= 1:
+                    return runs
+                if len(runs) == job.packed_with:
+                    return runs
         if time.monotonic() > until:
-            break
+            return runs
         time.sleep(_LOOK_INTERVAL_S)
-    return None
+    return []
 
 
 def host_memory_ran_out(job: JobId, log: str) -> bool:

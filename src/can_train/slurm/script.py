@@ -210,6 +210,10 @@ def with_cluster_defaults(
     if offloads:
         most_mib = max(node.memory_mib for node in nodes)
     rank_mib = min(min(most_mib, node.memory_mib // sharing[node.name]) for node in nodes)
+    if cluster.runs_per_job > 1:
+        cpus = cluster.cpus or max(1, cpus // cluster.runs_per_job)
+        share_mib = min(node.memory_mib // sharing[node.name] for node in nodes)
+        rank_mib = min(rank_mib * cluster.runs_per_job, share_mib)
     memory_mib = rank_mib * cluster.ranks_per_node
     return replace(cluster, cpus=cpus, mem=memory_text(memory_mib) if memory_mib > 0 else "")
 
@@ -336,7 +340,8 @@ def parameters(
         "teardown": ["status=$?", *(["(", *cluster.teardown, ")"] if cluster.teardown else []), end, 'exit "$status"'],
         # Since SLURM 22.05 a step no longer inherits --cpus-per-task from its job.
         "srun_args": [
-            "--kill-on-bad-exit=1",
+            # A run that fails does not end the runs beside it.
+            *(["--kill-on-bad-exit=1"] if cluster.runs_per_job == 1 else ["--kill-on-bad-exit=0", "--wait=0"]),
             *([f"--cpus-per-task={cluster.cpus}"] if cluster.cpus else []),
             # sbatch's --export holds for srun, too: the training would get no variable that this script sets.
             *([] if own_environment else ["--export=ALL"]),
@@ -466,7 +471,7 @@ def _options(cluster: ClusterSettings) -> dict[str, Any]:
     options = {
         **{name: getattr(cluster, name) for name in named_alike},
         "time": parse_time_min(cluster.time) if cluster.time else "",
-        "ntasks_per_node": cluster.ranks_per_node,
+        "ntasks_per_node": cluster.tasks_per_node,
         "gpus_per_node": "" if cluster.gpus in ("auto", "0") else cluster.gpus,
         "cpus_per_task": cluster.cpus or "",
         "exclusive": cluster.exclusive or "",

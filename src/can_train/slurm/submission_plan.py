@@ -75,7 +75,7 @@ def find_partitions(name: str, partitions: Sequence[Partition]) -> list[Partitio
     by_name = {partition.name: partition for partition in partitions}
     for part in name.split(","):
         if part == AUTO_PARTITION and part not in by_name:
-            raise ConfigError("--partition auto chooses a place for the runs of a training line alone",
+            raise ConfigError("--partition auto chooses a place for new runs alone",
                               value=name, remedy="Name a partition here")  # fmt: skip
         if part not in by_name:
             raise unknown_name("partition", part, by_name)
@@ -356,7 +356,8 @@ def plan_submission(  # noqa: PLR0913 - the runs, their code, and what is known 
     cluster = candidates[0].run.cluster
     if cluster.executor == "slurm":
         for place in find_partitions(cluster.partition, partitions)[:1] if partitions else []:
-            check_number_of_jobs(sum(map(len, groups)), job_limits(cluster, place))
+            jobs = sum(math.ceil(len(group) / group[0].run.cluster.runs_per_job) for group in groups)
+            check_number_of_jobs(jobs, job_limits(cluster, place))
     dependency = dependency_on(statuses[len(identical) :], cluster.executor, cluster.clusters)
     duplicate_runs = [duplicate for duplicate in duplicates.values() if duplicate is not None]
     return SubmissionPlan(groups=groups, duplicate_runs=duplicate_runs, after=[parent.run_id for parent in parents],

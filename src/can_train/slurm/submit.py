@@ -12,12 +12,13 @@ import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, NoReturn, TextIO
+from typing import Any, Final, NoReturn, TextIO, TypeVar
 
 import submitit
-from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
+from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError, JobPaths
 
 from can_train.config.settings import ClusterSettings
 from can_train.errors import RunError
@@ -28,7 +29,7 @@ from can_train.runs.run_folder import RunFolder
 from can_train.runs.scheduler import NoControllerError
 from can_train.slurm.client import SUBMIT_TIMEOUT_S, cancel_jobs, find_jobs, limited, local_cluster
 from can_train.slurm.container import needed_paths
-from can_train.slurm.job import Entry, Job
+from can_train.slurm.job import Entry, Job, PackedJob
 from can_train.slurm.script import (
     GPU_VARIABLES,
     Submission,
@@ -39,6 +40,8 @@ from can_train.slurm.script import (
     resources,
 )
 from can_train.slurm.snapshot import code_of
+
+T = TypeVar("T")
 
 _SENT_TO: Final = ".cluster"
 """File in the folder of submitit's files: name of the cluster of the last submission."""
@@ -68,8 +71,8 @@ def submit_job(entry: Entry, folder: RunFolder, cluster: ClusterSettings, submis
 def start_jobs(
     entry: Entry, folders: Sequence[RunFolder], cluster: ClusterSettings, submission: Submission
 ) -> list[JobRecord]:
-    """Submits a job for a run, or an array for several runs with equal requests. The caller enters them into the
-    registry.
+    """Submits a job for a run, or an array for several runs with equal requests, whose jobs may train several runs each
+    (`cluster.pack`). The caller enters them into the registry.
 
     Args:
         entry: Function that trains the run in a folder.
@@ -82,6 +85,8 @@ def start_jobs(
         NoControllerError: SLURM does not answer.
         ConfigError: A value cannot be written into a script, or SLURM cannot write into a folder of this name.
     """
+    cluster = unpacked(cluster) if len(folders) == 1 else cluster
+    packs = in_packs(folders, cluster)
     folder = submission_folder(folders, submission)
     code = code_of(folders[0].path)
     paths: list[Path] = []
@@ -105,7 +110,10 @@ def start_jobs(
     folder.mkdir(parents=True, exist_ok=True)
     write_text_atomic(folder / _SENT_TO, executor.job_cluster)
     executor.parameters.update(job_parameters)
-    tasks = [Job(entry, str(folder.path)) for folder in folders]
+    tasks: list[Job | PackedJob] = [
+        Job(entry, str(pack[0].path)) if cluster.runs_per_job == 1
+        else PackedJob(entry, tuple(str(run.path) for run in pack)) for pack in packs
+    ]  # fmt: skip
     try:
         # submitit prints sbatch's output; the error contains it, too.
         with job_environment(), redirect_stderr(io.StringIO()):
@@ -115,11 +123,26 @@ def start_jobs(
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         texts = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in lines if line.startswith("sbatch:")]
         raise RunError("SLURM refused the job", value="; ".join(texts) or [*lines, "no reason given"][-1]) from error
+    # Each process of a job has a log of its own.
     return [
-        _record(folder, "slurm", job.job_id, str(job.paths.stdout), reason=submission.reason,
-                resources=resources(cluster), cluster=executor.job_cluster)
-        for folder, job in zip(folders, jobs, strict=True)
+        _record(run, "slurm", job.job_id, str(JobPaths(folder, job.job_id, task).stdout), reason=submission.reason,
+                resources=resources(cluster), cluster=executor.job_cluster, packed_with=len(pack))
+        for pack, job in zip(packs, jobs, strict=True) for task, run in enumerate(pack)
     ]  # fmt: skip
+
+
+def in_packs(items: Sequence[T], cluster: ClusterSettings) -> list[Sequence[T]]:
+    """Returns the runs of each job.
+
+    >>> in_packs([1, 2, 3, 4, 5], ClusterSettings(pack="2"))
+    [[1, 2], [3, 4], [5]]
+    """
+    return [items[start : start + cluster.runs_per_job] for start in range(0, len(items), cluster.runs_per_job)]
+
+
+def unpacked(cluster: ClusterSettings) -> ClusterSettings:
+    """Returns the request of a job that trains one run."""
+    return replace(cluster, pack="") if cluster.pack else cluster
 
 
 class _Executor(submitit.SlurmExecutor):

@@ -175,6 +175,19 @@ def test_a_sweep_is_one_array_of_runs_with_a_log_each(slurm: Slurm) -> None:
     assert_same(final_state(slurm.folder / "runs" / runs[9]["run_id"]), final_state(alone))
 
 
+def test_runs_of_a_sweep_share_a_job_and_one_that_fails_ends_no_other(slurm: Slurm) -> None:
+    # The second learning rate is no longer finite after the first step.
+    line = [*TRAIN, "--device", "sim:512MiB", "--set", "training.lr=1e-3,1e30,2e-3"]
+    runs = submitted(slurm, *line, *JOB, "--cpus", "1", "--pack", "auto")
+    (number,) = {run["job_id"] for run in runs}
+    assert slurm.ended(number) == "FAILED"
+    folders = [slurm.folder / "runs" / run["run_id"] for run in runs]
+    assert [(folder / "result.json").is_file() for folder in folders] == [True, False, True]
+    states = [json.loads(slurm.can_train("status", run["run_id"], "--json").stdout)["state"] for run in runs]
+    assert states == ["finished", "failed", "finished"]
+    assert len({Path(run["log"]).read_text() for run in runs}) == 3
+
+
 def test_a_run_waits_for_another_and_is_cancelled_with_it(slurm: Slurm) -> None:
     bad = slurm.folder / "bad.csv"
     bad.write_text("no log at all\n")
