@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -424,3 +425,77 @@ def test_a_torch_that_does_not_load_is_a_problem_and_not_a_traceback(
     monkeypatch.setattr(module, "_examine_torch", fails)
     assert main(["doctor"]) == 2
     assert "problem  torch        cannot be looked at: libcudart.so.12" in capsys.readouterr().out
+
+
+SECRET = "zebra"
+"""Part of every text of the machine in the next tests that tells of its owner."""
+
+
+@pytest.fixture
+def machine_of_a_person(quiet_machine: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine whose names, paths, variables, settings and versions all have the secret in them."""
+    home = quiet_machine / f"home-{SECRET}"
+    home.mkdir()
+    (home / "mine.yaml").write_text(
+        f"account: {SECRET}\ncomment: 4211\nmail_user: {SECRET}@example.org\nnodes: 2\ndata_root: /srv/{SECRET}\n"
+        f"nodelist: {SECRET}[1-2]\npartition: {SECRET}\nexclusive: true\n"
+    )
+    for name in ("USER", "LOGNAME", "HOSTNAME", "WANDB_API_KEY", "HF_TOKEN", "SLURM_JOB_ID", f"MY_{SECRET.upper()}"):
+        monkeypatch.setenv(name, f"{SECRET}-token")
+    for name in ("HOME", "CAN_TRAIN_HOME", "CAN_TRAIN_DATA", "CAN_TRAIN_PYTHON", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(home))
+    monkeypatch.setenv("CAN_TRAIN_CONFIG", str(home / "mine.yaml"))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"max_split_size_mb:{SECRET}")
+    monkeypatch.setattr(platform, "node", lambda: SECRET)
+    monkeypatch.setattr(platform, "release", lambda: f"6.1.0-18-amd64-{SECRET}")
+    monkeypatch.setattr(torch, "__version__", f"2.13.0a0+{SECRET}")
+    monkeypatch.setattr(module, "is_installed", lambda: True)
+    monkeypatch.setattr(module, "read_version", lambda: f"23.11.4-{SECRET}")
+    monkeypatch.chdir(home)
+    return home
+
+
+def report_of_a_bug(capsys: pytest.CaptureFixture[str], home: Path) -> str:
+    assert main(["doctor", "--report", "--json", "--state-dir", str(home), "--runs-dir", str(home / "runs")]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_report_of_a_bug_has_versions_and_nothing_about_the_person(
+    capsys: pytest.CaptureFixture[str], machine_of_a_person: Path
+) -> None:
+    text = report_of_a_bug(capsys, machine_of_a_person)
+    assert [word for word in (SECRET, "4211", "@", "/", "token") if word in text.lower()] == []
+    report = json.loads(text)
+    assert report["torch"].startswith("2.13.0a0, built for ")
+    assert report["system"].startswith("Linux 6.1.0-18-amd64, ")
+    assert report["SLURM"] == "23.11.4"
+    # Names in the order of the file; values of numbers that name nobody.
+    assert "account, comment, mail_user, nodes 2, data_root, nodelist, partition, exclusive true" in report["settings"]
+    assert report["variables"].startswith("CAN_TRAIN_PYTHON, CAN_TRAIN_HOME, CAN_TRAIN_DATA, CAN_TRAIN_CONFIG, PYTORCH")
+    assert "problem: " in report["checks"]
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [("_public", str), ("_PUBLIC_KERNEL", re.compile(".*")), ("_reported_setting", "{} {}".format)],
+)
+def test_a_report_that_shows_a_secret_is_noticed(
+    capsys: pytest.CaptureFixture[str], machine_of_a_person: Path, monkeypatch: pytest.MonkeyPatch, name: str,
+    broken: object,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(module, name, broken)
+    assert SECRET in report_of_a_bug(capsys, machine_of_a_person)
+
+
+def test_a_report_of_a_bug_fits_a_terminal_and_is_printed_where_torch_does_not_load(
+    capsys: pytest.CaptureFixture[str], quiet_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise ImportError("libcudart.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(module, "_examine_torch", fails)
+    assert main(["doctor", "--report"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert re.search(r"^torch          [\d.]+.*, which does not load$", shown, re.MULTILINE)
+    assert re.search(r"^checks         problem: torch", shown, re.MULTILINE)

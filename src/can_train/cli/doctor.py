@@ -22,9 +22,18 @@ from typing import Any, Final
 import psutil
 import typer
 
+from can_train import __version__
 from can_train.cli.output import make_reporter, print_json, print_text, print_wrapped
 from can_train.cli.train_options import GROUPS, OPTIONS, Flags, Groups, check_flags, make_command, resolve_runs
-from can_train.config.resolved import NO_TRACKER, PATH_FLAGS, PathSettings, data_root, state_dir, user_file
+from can_train.config.resolved import (
+    NO_TRACKER,
+    PATH_FLAGS,
+    PathSettings,
+    config_folder,
+    data_root,
+    state_dir,
+    user_file,
+)
 from can_train.config.settings import split_list
 from can_train.config.task_settings import package_folders
 from can_train.errors import CanTrainError, ConfigError, DeviceError, first_sentence, with_command_name
@@ -43,7 +52,7 @@ from can_train.memory.catalogue import (
 )
 from can_train.reporter import COLUMNS, wrapped
 from can_train.runs.scheduler import NoControllerError
-from can_train.slurm.client import Partition, is_installed, read_partitions
+from can_train.slurm.client import Partition, is_installed, read_partitions, read_version
 
 OK: Final = "ok"
 NOTE: Final = "note"  # it works, and something is worth knowing
@@ -78,12 +87,15 @@ class Finding:
 _LINE: Final = ("model", "dataset", "mode", "size", "device", "memory", "task", "model_args", "set")
 """Options that choose model, data and device; they are for --gradients."""
 _OF_PRUNE: Final = ("older_than", "yes")
-_MACHINE: Final = ("gradients", "target_gpu", "prune", *_OF_PRUNE, "json", *PATH_FLAGS)
+_ACTIONS: Final = ("prune", "report", "gradients", "target_gpu")
+"""Options that exclude each other."""
+_MACHINE: Final = ("gradients", "target_gpu", "report", "prune", *_OF_PRUNE, "json", *PATH_FLAGS)
 """Options of the doctor's own."""
 _OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
     "gradients": (bool, False, "Show that splitting a batch keeps its gradient; takes the flags of a training line."),
     "target_gpu": (str | None, None, "GPUs to look up in the catalogue: a100-40gb,t4."),
     "prune": (bool, False, "List what can be made again and was not used for long, and ask whether to delete it."),
+    "report": (bool, False, "Print what a bug report needs: versions and hardware, no names, paths or secrets."),
     "older_than": (str | None, None, "Time without use, with --prune: 30d, 12h. [90d]"),
     "yes": (bool, False, "Do not ask before --prune deletes."),
     "json": (bool, False, "Print JSON."),
@@ -117,10 +129,11 @@ def _doctor(flags: Flags) -> None:
     for name, flag in given.items():
         if name in _OF_PRUNE and not flags["prune"]:
             raise ConfigError(f"{flag} has no effect without --prune", remedy="Add --prune, or leave it out")
-        if name in ("gradients", "target_gpu") and flags["prune"]:
-            raise ConfigError(f"--prune and {flag} cannot be combined", remedy="Leave one out")
         if name not in _MACHINE and not flags["gradients"]:
             raise ConfigError(f"{flag} has no effect without --gradients", remedy="Add --gradients, or leave it out")
+    actions = [given[name] for name in _ACTIONS if name in given]
+    if len(actions) > 1:
+        raise ConfigError(f"{' and '.join(actions)} cannot be combined", remedy="Leave one out")
     if flags["gradients"]:
         _check_gradients(flags)
         return
@@ -131,6 +144,9 @@ def _doctor(flags: Flags) -> None:
 
         older_than = flags["older_than"] or OLDER_THAN
         prune(state_dir(paths), _runs_dir(paths), older_than, yes=flags["yes"], as_json=flags["json"])
+        return
+    if flags["report"]:
+        _print_report(bug_report(paths), as_json=flags["json"])
         return
     findings = []
     for finding in examine(paths, split_list(flags["target_gpu"] or "")):
@@ -154,9 +170,6 @@ def _doctor(flags: Flags) -> None:
 
 
 def _check_gradients(flags: Flags) -> None:
-    if flags["target_gpu"]:
-        raise ConfigError("--gradients and --target-gpu cannot be combined: gradients are computed here",
-                          remedy="Leave one out")  # fmt: skip
     # Composition imports Hydra, and computing torch.
     from can_train.training.loading import nothing_left_behind
     from can_train.training.split_gradients import compare_gradients, comparison_json, comparison_lines
@@ -210,6 +223,104 @@ def examine(paths: PathSettings, gpu_names: Sequence[str] = ()) -> Iterator[Find
 
 def _runs_dir(paths: PathSettings) -> Path:
     return Path(paths.runs_dir or user_file().values.get("runs_dir") or PathSettings.runs_dir)
+
+
+# Bug report
+
+# Parts of versions that a packager or a distribution gives. A person's own build may have a name in its version.
+_PUBLIC_VERSION: Final = re.compile(r"\d[\d.]*(?:(?:a|b|rc|\.dev|\.post)\d+)*(?:\+(?:cu\d+|cpu|rocm[\d.]+|xpu)\b)?")
+_PUBLIC_KERNEL: Final = re.compile(
+    r"\d[\d.]*(?:[-+.](?:\d+|generic|lowlatency|amd64|arm64|x86_64|aarch64|cloud|aws|azure|gcp|oracle|default|deb\d+u\d+|"
+    r"el\d+(?:_\d+)?|fc\d+|microsoft|standard|WSL2)\b)*"
+)
+_REPORTED_VARIABLES: Final = (
+    "CAN_TRAIN_PYTHON", "CAN_TRAIN_HOME", "CAN_TRAIN_DATA", "CAN_TRAIN_CONFIG", "CAN_TRAIN_SIM_FOREIGN",
+    *SETTINGS_VARIABLES, _NO_CACHING, "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_JOB_ID", "WORLD_SIZE",
+)  # fmt: skip
+_REPORTED_NUMBERS: Final = re.compile(r"\d{1,4}|true|false", re.IGNORECASE)
+_NUMBER_SETTINGS: Final = ("nodes", "ranks", "cpus", "gpus", "cpus_per_gpu", "exclusive", "max_parallel")
+"""Settings of a person's file whose values may be numbers. An account may be a number, too, and is left out."""
+
+
+def bug_report(paths: PathSettings) -> dict[str, str]:
+    """Describes this machine without names, paths and values of variables: each value is a version, a size, the name of
+    a product, or a word of can-train's own.
+    """
+    from can_train.memory.host import available_bytes
+
+    subjects: dict[str, list[str]] = {PROBLEM: [], NOTE: [], OK: []}
+    for finding in examine(paths):
+        subjects[finding.status].append(finding.subject)
+    dependencies, extras = _requirements()
+    names = {_canonical(re.split(r"[^\w-]", line, maxsplit=1)[0]) for line in (*dependencies, *extras)}
+    return {
+        "can-train": f"{__version__}, {'a checkout' if _project_file().is_file() else 'installed as a package'}",
+        "Python": f"{_public(platform.python_version())}, {platform.python_implementation()}",
+        **_reported_torch(),
+        "SLURM": _public(read_version()) if is_installed() else "none",
+        "system": _system(),
+        "host": f"{counted(os.cpu_count() or 1, 'processor')}, {size_text(available_bytes())} of memory free",
+        "packages": ", ".join(f"{name} {_public(number)}" for name in sorted(names - {"can-train", "torch"})
+                              if (number := _installed(name))),
+        "settings": ", ".join(_reported_setting(name, value) for name, value in _own_settings().items()) or "none",
+        "variables": ", ".join(name for name in _REPORTED_VARIABLES if name in os.environ) or "none",
+        "checks": "; ".join(f"{status}: {', '.join(dict.fromkeys(found))}"
+                            for status, found in subjects.items() if found),
+    }  # fmt: skip
+
+
+def _print_report(report: Mapping[str, str], *, as_json: bool) -> None:
+    if as_json:
+        print_json(report)
+        return
+    for name, value in report.items():
+        print_text(wrapped(value, COLUMNS, label=f"{name:<15}"))
+    print_text("\nThe report has no names of people, hosts or files, and no values of variables.\n"
+               "Add the command that failed, and what it printed.")  # fmt: skip
+
+
+def _public(text: str) -> str:
+    found = _PUBLIC_VERSION.match(text)
+    return found.group() if found else "unknown"
+
+
+def _system() -> str:
+    kernel = _PUBLIC_KERNEL.match(platform.release())
+    library = " ".join(platform.libc_ver())
+    return ", ".join(filter(None, (f"{platform.system()} {kernel.group() if kernel else ''}".strip(),
+                                   platform.machine(), library.strip())))  # fmt: skip
+
+
+def _reported_torch() -> dict[str, str]:
+    try:
+        import torch
+
+        from can_train.memory.meters import nvidia_driver_version
+
+        cards: list[Gpu] = []
+        _examine_torch(cards)
+    except (ImportError, OSError):
+        return {"torch": f"{_public(_installed('torch'))}, which does not load"}
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "ROCm" if torch.version.hip else "the CPU"
+    gpus = [f"{card.device} {card.name}, {size_text(card.total_bytes)}, "
+            f"compute capability {'.'.join(map(str, card.capability))}" for card in cards]  # fmt: skip
+    return {
+        "torch": f"{_public(str(torch.__version__))}, built for {built_for}",
+        "NVIDIA driver": nvidia_driver_version() or "none",
+        "GPU": "; ".join(gpus) or "none",
+    }
+
+
+def _own_settings() -> Mapping[str, str]:
+    """Reads the settings file, which may be wrong; the checks say so."""
+    try:
+        return user_file().values
+    except CanTrainError:
+        return {}
+
+
+def _reported_setting(name: str, value: str) -> str:
+    return f"{name} {value}" if name in _NUMBER_SETTINGS and _REPORTED_NUMBERS.fullmatch(value) else name
 
 
 # Python, torch and GPUs
@@ -547,16 +658,23 @@ def check_data(root: Path, given: str, *, exists: bool, names: Sequence[str]) ->
 # Versions
 
 
-def _examine_versions() -> list[Finding]:
-    from can_train.config.resolved import config_folder
+def _project_file() -> Path:
+    """Returns the path of pyproject.toml, which an installed package does not have."""
+    return config_folder().parent / "pyproject.toml"
 
-    base = config_folder().parent
-    project, checked_out = base / "pyproject.toml", base / "scripts" / "constraints.txt"
-    # A checkout has them as files; an installed package as its metadata, and as a file of its own.
-    if project.is_file():
-        needed = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
-    else:
-        needed = [line for line in requires("can-train") or [] if "extra ==" not in line]
+
+def _requirements() -> tuple[list[str], list[str]]:
+    """Returns the requirements of can-train, and the requirements of its extras."""
+    if _project_file().is_file():
+        project = tomllib.loads(_project_file().read_text(encoding="utf-8"))["project"]
+        return project["dependencies"], [line for lines in project["optional-dependencies"].values() for line in lines]
+    lines = requires("can-train") or []
+    return [line for line in lines if "extra ==" not in line], [line for line in lines if "extra ==" in line]
+
+
+def _examine_versions() -> list[Finding]:
+    base, (needed, _) = _project_file().parent, _requirements()
+    checked_out = base / "scripts" / "constraints.txt"
     constraints = checked_out if checked_out.is_file() else base / "constraints.txt"
     tested = re.findall(r"^([\w.-]+)==(\S+)", constraints.read_text(encoding="utf-8"), flags=re.MULTILINE)
     least = re.findall(r"^([\w.-]+)>=([\d.]+)", "\n".join(needed), re.MULTILINE)

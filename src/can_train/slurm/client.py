@@ -421,6 +421,13 @@ def is_installed() -> bool:
     return all(shutil.which(program) for program in ("scontrol", "sbatch"))
 
 
+def read_version() -> str:
+    """Returns the version of SLURM's programs; empty if they do not say it."""
+    # Debian's SLURM calls itself slurm-wlm.
+    version = re.search(r"\d+\.\d[\w.]*", run_command("sbatch", "--version").output)
+    return version.group() if version else ""
+
+
 def programs_folder() -> str:
     """Returns the folder of SLURM's programs on this machine; empty if they are not installed."""
     program = shutil.which("scontrol")
