@@ -85,6 +85,8 @@ class Predictions:
         time_s: [R] seconds from the set's beginning to each sample's, for samples that are parts of a recording; empty:
             they are not.
         words: Nouns for a sample, a positive one and a negative one.
+        confusion: Of a classifier of several classes: the number of samples of each class, by row, and predicted class.
+            `score` is then the probability of the predicted class, and `positive` whether it is right.
     """
 
     score: NDArray[np.floating[Any]]
@@ -92,6 +94,7 @@ class Predictions:
     flagged: NDArray[np.bool_]
     time_s: NDArray[np.floating[Any]]
     words: tuple[str, str, str] = ("sample", "positive", "negative")
+    confusion: Sequence[Sequence[int]] = ()
 
 
 Outputs = Callable[[NDArray[np.int64]], Mapping[str, Tensor]]

@@ -308,9 +308,22 @@ def test_flags_are_counted_by_label_and_samples_are_listed_where_scores_contradi
     one = Predictions(score=np.array([0.9, 0.1, 0.8, 0.2]), positive=np.array([True, True, False, False]),
                       flagged=np.array([True, False, True, False]), time_s=np.array([0.0, 1.0, 2.0, 3.0]),
                       words=("window", "attack", "benign"))  # fmt: skip
-    assert confusion_table(one).rows == [("attacks", "1", "1", "50.0%"), ("benigns", "1", "1", "50.0%")]
+    assert confusion_table(one).rows == [("attack", "1", "1", "50.0%"), ("benign", "1", "1", "50.0%")]
     assert [row[0] for row in extremes_table(one).rows] == ["window 1", "window 0", "window 2", "window 3"]
     assert extremes_table(one).rows[0] == ("window 1", "1.00", "attack", "0.1", "no")
+
+
+def test_a_classifier_of_several_classes_has_a_matrix_of_classes_and_its_surest_errors(shelf: Shelf) -> None:
+    one = Predictions(score=np.array([0.9, 0.5, 0.7]), positive=np.array([True, True, False]),
+                      flagged=np.ones(3, dtype=bool), time_s=np.empty(0), words=("prediction", "right", "wrong"),
+                      confusion=[[1, 0, 0], [0, 1, 1], [0, 0, 0]])  # fmt: skip
+    run = shelf.put(1, shelf.resolved("gat", "normal"))
+    record(run, {"test": one})
+    text = page(run, shelf)
+    assert captions(text)[3:] == ["Calibration"]
+    assert "<td>class 1</td><td>0</td><td>1</td><td>1</td><td>50.0%</td>" in text
+    assert "<td>prediction 2</td><td>wrong</td><td>0.7</td>" in text
+    Elements(text)
 
 
 def test_probabilities_have_a_calibration_like_that_of_scikit_learn_and_other_scores_have_none() -> None:

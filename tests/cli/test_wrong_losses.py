@@ -18,6 +18,11 @@ PREDICT = """return {}
 
     def measure(self, samples, predictions):
 """
+LABELS = """        return {}
+
+    def labels(self, samples):
+        return [7 for _ in samples]
+"""
 LISTED = """
         class Listed(nn.Module):
             def __init__(self):
@@ -45,6 +50,8 @@ WRONG = {
                     "MyTask.predict did not return a prediction for each sample: float"),
     "measures": (METRICS, f"{PREDICT}        return {{'f1': 'good'}}",
                  "MyTask.measure did not return {name: number}: 'f1' is 'good'"),
+    "labels": (METRICS, PREDICT + LABELS,
+               "MyTask.labels returned a class without a probability: 7 to 7"),
 }  # fmt: skip
 # The remedies of the errors, as they are typed.
 MENDED = {

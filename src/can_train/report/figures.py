@@ -336,7 +336,8 @@ def calibration_chart(title: str, predictions: Predictions) -> Chart | None:
     score, positive = predictions.score.astype(np.float64), predictions.positive
     if not len(score) or not (score >= 0).all() or not (score <= 1).all():
         return None
-    sample, name, _ = predictions.words
+    sample, positive_word, _ = predictions.words
+    name = f"{positive_word} {sample}"
     bins = np.minimum((score * _BINS).astype(np.int64), _BINS - 1)
     counts = np.bincount(bins, minlength=_BINS)
     means = np.bincount(bins, weights=score, minlength=_BINS)[counts > 0] / counts[counts > 0]
@@ -360,13 +361,19 @@ def calibration_chart(title: str, predictions: Predictions) -> Chart | None:
 
 
 def confusion_table(predictions: Predictions) -> TextTable:
-    """Counts positive and negative samples that are flagged, and that are not."""
+    """Counts positive and negative samples, flagged and not; the samples of each class by predicted class."""
     sample, positive, negative = predictions.words
-    rows = []
+    rows: list[tuple[str, ...]] = []
+    if predictions.confusion:
+        for number, counts in enumerate(predictions.confusion):
+            share = f"{counts[number] / sum(counts):.1%}" if sum(counts) else "-"
+            rows.append((f"class {number}", *(f"{count:,}" for count in counts), share))
+        columns = ("", *(f"predicted {number}" for number in range(len(predictions.confusion))), "right")
+        return TextTable("Confusion matrix", columns, rows)
     for noun, mask in ((positive, predictions.positive), (negative, ~predictions.positive)):
         flagged, total = int((predictions.flagged & mask).sum()), int(mask.sum())
         share = f"{flagged / total:.1%}" if total else "-"
-        rows.append((f"{noun}s", f"{flagged:,}", f"{total - flagged:,}", share))
+        rows.append((noun, f"{flagged:,}", f"{total - flagged:,}", share))
     return TextTable("Confusion matrix", (sample, "flagged", "not flagged", "share flagged"), rows)
 
 
@@ -387,7 +394,7 @@ def extremes_table(predictions: Predictions) -> TextTable:
             for number in order.tolist()
         ]  # fmt: skip
     times = ("time s",) if len(predictions.time_s) else ()
-    title = f"{positive.capitalize()}s with the lowest scores, {negative} {sample}s with the highest"
+    title = f"{positive.capitalize()} {sample}s with the lowest scores, {negative} {sample}s with the highest"
     return TextTable(title, (sample, *times, "label", "score", "flagged"), rows)
 
 

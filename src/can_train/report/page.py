@@ -172,6 +172,7 @@ def _comparison(runs: Sequence[ReportedRun], tables: "Sequence[TextTable]") -> s
     for test_set in dict.fromkeys(name for run in runs for name in run.predictions):
         predictions = {name: run.predictions[test_set] for name, run in zip(names, runs, strict=True)
                        if test_set in run.predictions
+                       and not run.predictions[test_set].confusion
                        and figures.has_both_classes(run.predictions[test_set])}  # fmt: skip
         if len(predictions) > 1:
             curves.append(figures.precision_recall_chart(test_set, predictions))
@@ -288,17 +289,16 @@ def _curves(run: ReportedRun) -> str:
     parts = []
     for name, predictions in run.predictions.items():
         sample, positive, negative = predictions.words
-        count = f"{len(predictions.score):,} {sample}s, {int(predictions.positive.sum()):,} of them {positive}s"
+        count = f"{len(predictions.score):,} {sample}s, {int(predictions.positive.sum()):,} of them {positive}"
         parts.append(f'<div class="set"><h4>{escape(name)}</h4><p class="muted">{escape(count)}</p>')
-        if figures.has_both_classes(predictions):
-            label = {"model": predictions}
+        label, charts = {"model": predictions}, list[Chart]()
+        if not predictions.confusion and figures.has_both_classes(predictions):
             charts = [figures.precision_recall_chart("Precision and recall", label), figures.roc_chart("ROC", label)]
-            charts += filter(None, [figures.calibration_chart("Calibration", predictions)])
-            parts.append(f'<div class="grid">{_figures(charts)}</div>')
-        else:
+        elif not predictions.confusion:
             parts.append(_missing(f"Curves need both {positive} and {negative} {sample}s."))
+        charts += filter(None, [figures.calibration_chart("Calibration", predictions)])
         timeline = figures.timeline_chart(f"Flagged {sample}s over time", predictions)
-        parts.append(_figures([timeline] if timeline else []))
+        parts.append(f'<div class="grid">{_figures(charts)}</div>{_figures([timeline] if timeline else [])}')
         parts.append(_tables([figures.confusion_table(predictions), figures.extremes_table(predictions)]) + "</div>")
     return "".join(parts) or _missing("The run has recorded no scores of single samples.")
 

@@ -227,7 +227,8 @@ def write_predictions(folder: Path, predictions: Mapping[str, Predictions]) -> N
         for one in predictions.values():
             times = one.time_s if len(one.time_s) else np.full(len(one.score), np.nan)
             writer.append({"score": one.score, "positive": one.positive, "flagged": one.flagged, "time_s": times})
-        sets = [{"name": name, "samples": len(one.score), "words": one.words} for name, one in predictions.items()]
+        sets = [{"name": name, "samples": len(one.score), "words": one.words, "confusion": one.confusion}
+                for name, one in predictions.items()]  # fmt: skip
         writer.finish({"sets": sets})
 
 
@@ -249,6 +250,7 @@ def read_predictions(folder: Path) -> dict[str, Predictions]:
         columns = {name: array[start : start + test_set["samples"]] for name, array in arrays.items()}
         if np.isnan(columns["time_s"]).any():
             columns["time_s"] = np.empty(0, dtype=np.float32)
-        predictions[test_set["name"]] = Predictions(**columns, words=tuple(test_set["words"]))
+        predictions[test_set["name"]] = Predictions(**columns, words=tuple(test_set["words"]),
+                                                    confusion=test_set["confusion"])  # fmt: skip
         start += test_set["samples"]
     return predictions

@@ -27,12 +27,12 @@ from can_train.config.task_settings import DatasetSettings, ModeSettings, NoSett
 from can_train.errors import CanTrainError, ConfigError, DataError, TaskError
 from can_train.fit.collate import leaves, pad_and_stack, to_device
 from can_train.io.records import sketch
-from can_train.io.units import size_text
+from can_train.io.units import counted, size_text
 from can_train.memory.cuda_operators import on_host
 from can_train.memory.host import available_bytes
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.reporter import Reporter, SilentReporter, TextTable
-from can_train.task import BatchTask, Feature, LogicalBatch, Phase, UpcomingBatch
+from can_train.task import BatchTask, Feature, LogicalBatch, Phase, Predictions, UpcomingBatch
 from can_train.training.read_ahead import Failed, SampleReader, is_in_memory
 from can_train.training.resident_samples import ResidentSamples, size_of
 from can_train.training.streams import LOOKED, End, StreamParts, StreamReader, TrainingStream, is_stream, length_of
@@ -162,6 +162,7 @@ class Task(BatchTask):
         self._phase = Phase()
         # Copies of the task for phases share both.
         self._resident = ResidentSamples(self)
+        self._classified: dict[str, Predictions | None] = {}  # by test set, once it is judged
         self._reader = SampleReader(
             self._read, str(self.context.num_workers),
             size=lambda: sum(map(len, self._indexed)), sets=lambda: self._indexed,
@@ -291,6 +292,12 @@ class Task(BatchTask):
     def measure(self, samples: Sequence[Any], predictions: Sequence[Any]) -> Mapping[str, float]:
         """Computes metrics of all predictions of a set: tensors are on the CPU, in the order of the samples."""
         return {}
+
+    def labels(self, samples: Sequence[Any]) -> Sequence[int] | None:
+        """Returns the class of each sample, from 0, where `predict` returns the probability of each class. A report has
+        the confusion matrix, the calibration and the surest errors. None, the default: there are no classes.
+        """
+        return None
 
     def samples_to_predict(self) -> Sequence[Any] | Iterable[Any] | Mapping[str, Sequence[Any] | Iterable[Any]]:
         """Returns the samples of `can-train predict --dataset`, in the order of the data; several sets as a dict by
@@ -818,9 +825,11 @@ class Task(BatchTask):
         _ = self.set_rows
         # A copy: a task may note a threshold, say, when it is asked for the first time.
         task = copy.copy(self)
-        predictions = task.outcome(model, rows, device, dtype).predictions
+        outcome = task.outcome(model, rows, device, dtype)
+        predictions = outcome.predictions
         if not predictions:
             return
+        task._classify(rows, [outcome])
         try:
             with warnings.catch_warnings(), seeded(0):
                 warnings.simplefilter("ignore")
@@ -834,12 +843,47 @@ class Task(BatchTask):
         validated = self.validation_sets
         with self.read_ahead(UpcomingBatch(rows=rows) for rows in (*validated.values(), *self.test_sets.values())):
             parts = {name: score.parts(rows) for name, rows in validated.items()}
-            tests = {name: self.judge_rows(rows, score.parts(rows), self) for name, rows in self.test_sets.items()}
+            tests = {}
+            for name, rows in self.test_sets.items():
+                outcomes = score.parts(rows)
+                tests[name] = self.judge_rows(rows, outcomes, self)
+                self._classified[name] = self._classify(rows, outcomes)
         whole = self._scores(self.validation_rows, [part for of_set in parts.values() for part in of_set])
         if len(validated) == 1:
             return {VALIDATION: whole, TEST: tests}
         several = {name: self._scores(rows, parts[name]) for name, rows in validated.items()}
         return {VALIDATION: whole, _VALIDATION_SETS: several, TEST: tests}
+
+    def predictions(self, judgement: Mapping[str, Any], score: Any) -> Mapping[str, Predictions]:
+        """Returns the predicted classes of each test set, of which `judge` has the outcomes."""
+        return {name: one for name, one in self._classified.items() if one is not None}
+
+    def _classify(self, rows: Rows, parts: Sequence[PartOutcome]) -> Predictions | None:
+        """Compares the predicted with the true classes of a set; None where the task has no classes."""
+        predictions = [value for part in parts for value in part.predictions or ()]
+        if not predictions or type(self).labels is Task.labels:
+            return None
+        with self.asked("labels"):
+            labels = self.labels(Samples(self, rows))
+        if labels is None:
+            return None
+        where, truth = f"{type(self).__name__}.labels", np.array([int(label) for label in labels])
+        numbers = [np.ravel(np.asarray(each, np.float64)) for each in predictions]
+        count = len(numbers[0])
+        if len(truth) != len(numbers) or {len(each) for each in numbers} != {count} or count == 1:
+            raise DataError(f"{where} and predict do not match", value=f"{len(truth)} labels, {len(numbers)} "
+                            f"predictions, the first of {counted(count, 'number')}",
+                            remedy="Return a label, and a probability of each class, for each sample")  # fmt: skip
+        if truth.min() < 0 or truth.max() >= count:
+            raise DataError(f"{where} returned a class without a probability", value=f"{truth.min()} to {truth.max()}",
+                            remedy=f"Number the {count} classes from 0")  # fmt: skip
+        shares = np.stack(numbers)
+        chosen = shares.argmax(1)
+        confusion = np.zeros((count, count), np.int64)
+        np.add.at(confusion, (truth, chosen), 1)
+        return Predictions(score=shares.max(1), positive=chosen == truth, flagged=np.ones(len(truth), bool),
+                           time_s=np.empty(0), words=("prediction", "right", "wrong"),
+                           confusion=confusion.tolist())  # fmt: skip
 
     def judge_rows(self, rows: Rows, parts: Sequence[PartOutcome], trained: "Task | None") -> dict[str, Any]:
         """Judges the model on some samples, and the baselines, which learn from the training samples of the task

@@ -310,6 +310,10 @@ class Bendr(Task):
         """Computes, in classification, the probabilities [n, classes]."""
         return None if self.mode.name == PRETRAIN else model(batch["signal"]).float().softmax(dim=1)
 
+    def labels(self, samples: Sequence[Any]) -> Sequence[int] | None:
+        """Returns the class of each window in classification."""
+        return None if self.mode.name == PRETRAIN else [int(sample["label"]) for sample in samples]
+
     def measure(self, samples: Sequence[Any], predictions: Sequence[Any]) -> Mapping[str, float]:
         """Computes balanced accuracy, Matthews' correlation coefficient and the area under the ROC curve."""
         truth = np.array([int(sample["label"]) for sample in samples])
