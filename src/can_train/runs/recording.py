@@ -251,6 +251,6 @@ def read_predictions(folder: Path) -> dict[str, Predictions]:
         if np.isnan(columns["time_s"]).any():
             columns["time_s"] = np.empty(0, dtype=np.float32)
         predictions[test_set["name"]] = Predictions(**columns, words=tuple(test_set["words"]),
-                                                    confusion=test_set["confusion"])  # fmt: skip
+                                                    confusion=test_set.get("confusion", ()))  # fmt: skip
         start += test_set["samples"]
     return predictions
