@@ -1,7 +1,9 @@
-"""Compares the simulated bus with logged ones: periods, payloads, IDs, lengths of drives, and how rare attacks are.
+"""Compares the simulated bus with logged ones: periods, payloads, IDs, lengths of drives, how rare attacks are, and how
+tightly different IDs are tied.
 Then looks for flaws of the simulation: how well a decision tree finds each attack from figures of a window alone.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ from sklearn.metrics import matthews_corrcoef, roc_auc_score
 from sklearn.tree import DecisionTreeClassifier
 
 from bench.harness import REAL_LOGS, Benchmark, Table, markdown
+from bench.ties import Ties, ties
 from can_train_tasks.can.data.graphs import Bools, Floats, Frames, Ints
 from can_train_tasks.can.data.reading import LogReader
 from can_train_tasks.can.settings import CanDatasetSettings, SyntheticSettings
@@ -31,6 +34,10 @@ PUBLISHED: Final = (36, 927)
 """Benign frames for each attack frame in the sets of can-train-and-test: fewest and most."""
 HEAD: Final = ("bus", "IDs", "29-bit", "frames/s", "s a drive", "spread", "as before", "bits", "static",
                "attack windows", "attack frames")  # fmt: skip
+TIED: Final = {"counted": (0.013, 0.2), "checked": (0.0, 0.171), "tie": (0.683, 0.899), "strong": (0.25, 0.484),
+               "levels": (28.5, 45)}  # fmt: skip
+"""Range of each figure of `Ties` over three real logs: a car and two of a truck."""
+TIES_HEAD: Final = ("bus", "counters", "checksums", "tie", "tied >= 0.9", "lag, s", "levels")
 EXTRA_DRIVES: Final = 10_000  # positions in the plan beyond its own drives
 TREE_DRIVES: Final = 6  # of each known vehicle; two thirds of them train the tree
 
@@ -70,14 +77,49 @@ def main() -> None:
         table.add(f"version {number}, seed {seed}", *cells(vehicles), ratio(windows), ratio(frames))
         missed += out_of_range(vehicles, windows, seed) if number == 2 else []
     seeds = ", ".join(map(str, options.seeds))
-    BENCHMARK.finish(options, missed, table=table, seeds=seeds, tree=tree_table(options.seeds))
+    tied = Table(*TIES_HEAD)
+    for log in logs:
+        tied.add(log.name, *tie_cells([ties(*logged_columns(log))]))
+    for number in (2, 3):
+        for seed in options.seeds:
+            settings = SyntheticSettings(version=number, seed=seed)
+            drives = [ties(*columns(benign_drive(settings, vehicle))) for vehicle in range(1, NUM_VEHICLES + 1)]
+            tied.add(f"version {number}, seed {seed}", *tie_cells(drives))
+            missed += not_tied(drives, seed) if number == 3 else []
+    BENCHMARK.finish(options, missed, table=table, ties=tied, seeds=seeds, tree=tree_table(options.seeds))
+
+
+def logged_columns(path: Path) -> tuple[Floats, Ints, Ints, NDArray[np.uint8]]:
+    """Returns the arguments of `figures` for a real log."""
+    frames = logged_frames(path)
+    return frames.timestamp, frames.can_id.astype(np.int64), frames.length.astype(np.int64), frames.payload
+
+
+def logged_frames(path: Path) -> Frames:
+    """Reads a real log."""
+    return Frames.concatenate(list(LogReader(path, CanDatasetSettings(), kind="attack").blocks()))
+
+
+def tie_cells(logs: Sequence[Ties]) -> list[str]:
+    """Returns the cells of figures of several logs: their median, and their range."""
+    formats = ("{:.0%}", "{:.0%}", "{:.2f}", "{:.0%}", "{:.2f}", "{:.0f}")
+    return spread_cells(formats, [_known(values) for values in zip(*logs, strict=True)])
+
+
+def _known(values: Sequence[float]) -> Sequence[float]:
+    return [value for value in values if not math.isnan(value)] or [math.nan]
+
+
+def not_tied(drives: Sequence[Ties], seed: int) -> list[str]:
+    """Names the figures of `TIED` whose median over the vehicles is out of real logs' range."""
+    medians = {name: float(np.median([getattr(drive, name) for drive in drives])) for name in TIED}
+    return [f"{name} {medians[name]:.3f} with seed {seed}" for name, (low, high) in TIED.items()
+            if not low <= medians[name] <= high]  # fmt: skip
 
 
 def logged_row(path: Path) -> list[str]:
     """Returns the cells of a real log."""
-    frames = Frames.concatenate(list(LogReader(path, CanDatasetSettings(), kind="attack").blocks()))
-    log = figures(frames.timestamp, frames.can_id.astype(np.int64), frames.length.astype(np.int64), frames.payload)
-    is_attack = frames.label > 0
+    log, is_attack = figures(*logged_columns(path)), logged_frames(path).label > 0
     return [path.name, *cells([log]), ratio(windows_of(is_attack)), ratio(is_attack)]
 
 
@@ -115,8 +157,13 @@ def figures(time_s: Floats, can_id: Ints, length: Ints, payload: NDArray[np.uint
 def cells(logs: Sequence[Figures]) -> list[str]:
     """Returns the cells of figures of several logs: their median, and their range."""
     formats = ("{:.0f}", "{:.0%}", "{:.0f}", "{:.0f}", "{:.4f}", "{:.2f}", "{:.2f}", "{:.2f}")
+    return spread_cells(formats, list(zip(*logs, strict=True)))
+
+
+def spread_cells(formats: Sequence[str], columns: Sequence[Sequence[float]]) -> list[str]:
+    """Returns the median and the range of each column; the median alone where the range is one value."""
     cells = []
-    for form, values in zip(formats, zip(*logs, strict=True), strict=True):
+    for form, values in zip(formats, columns, strict=True):
         low, middle, high = (form.format(value) for value in (min(values), np.median(values), max(values)))
         cells.append(middle if low == high else f"{middle} ({low} to {high})")
     return cells

@@ -16,7 +16,7 @@ DRIVES = {
 }
 IDS = st.one_of(st.integers(0, MAX_STANDARD_ID), st.integers(0, MAX_EXTENDED_ID))
 FRAMES = st.tuples(st.integers(0, 10**12), IDS, st.binary(max_size=8), st.booleans())
-BENIGN_S = {1: 6, 2: 40}
+BENIGN_S = {1: 6, 2: 40, 3: 40}
 
 
 def as_traffic(frames: list[tuple[int, int, bytes, bool]]) -> Traffic:

@@ -14,11 +14,24 @@ from bench import measure_all
 from bench.harness import RESULTS, template
 from bench.harness import SECTIONS as TEMPLATES
 from bench.measure_all import ARGUMENTS, Outcome, benchmarks, run
-from bench.measure_bus import LOGGED, Figures, cells, figures, out_of_range, ratio, tree_finds, windows_of
+from bench.measure_bus import (
+    LOGGED,
+    Figures,
+    benign_drive,
+    cells,
+    columns,
+    figures,
+    not_tied,
+    out_of_range,
+    ratio,
+    tree_finds,
+    windows_of,
+)
 from bench.measure_data import prepare_log
 from bench.measure_reasons import COLUMNS, explained
 from bench.picture import PICTURE, picture, read_blocks, spans
 from bench.summary import AbsentError, read_lines, summary
+from bench.ties import ties
 from can_train_tasks.can.contributions import PROPERTIES
 from can_train_tasks.can.data.graphs import FlatGraphs
 from can_train_tasks.can.settings import SyntheticSettings
@@ -177,7 +190,7 @@ def hits_of(flat: FlatGraphs, blamed: int) -> np.ndarray:
             return found
 
     vocabulary = flat.ids[flat.ids != INJECTED]
-    model = SimpleNamespace(combine=lambda scores: scores, threshold=0.5, vocabulary=vocabulary)
+    model = SimpleNamespace(combine=lambda scores, _: scores, threshold=0.5, vocabulary=vocabulary)
     return np.array(list(explained(model, Scorer(), flat, np.arange(len(flat)))))
 
 
@@ -241,6 +254,30 @@ def test_figures_out_of_the_range_of_real_logs_are_named() -> None:
     assert out_of_range([good], rare[:-1], seed=1) == ["1 : 35.5 with seed 1"]
     assert cells([good])[:4] == ["50", "0%", "700", "60"]
     assert cells([good, good._replace(ids=60)])[0] == "55 (50 to 60)"
+
+
+def test_ties_of_a_log_are_measured() -> None:
+    rng, time_s = np.random.default_rng(0), np.arange(0.0, 20.0, 0.05)
+    course = 128 + np.cumsum(rng.integers(-2, 3, len(time_s))).clip(-100, 100)
+    one, late, other = (np.zeros((len(time_s), 8), np.uint8) for _ in range(3))
+    one[:, 0], one[:, 1] = course, np.arange(len(time_s)) % 16
+    one[:, 7] = np.bitwise_xor.reduce(one[:, :7], axis=1) ^ 0x5A
+    late[:, 3] = np.concatenate([np.full(4, course[0]), course[:-4]]) / 2
+    other[:, 5] = rng.integers(0, 256, len(time_s))
+    found = ties(np.tile(time_s, 3), np.repeat([1, 2, 3], len(time_s)), np.full(3 * len(time_s), 8),
+                 np.concatenate([one, late, other]))  # fmt: skip
+    assert (found.counted, found.checked) == (1 / 3, 1 / 3)
+    assert found.tie > 0.99
+    assert (found.strong, found.lag_s) == (1.0, pytest.approx(0.2))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_version_3_is_tied_as_loosely_as_real_logs(seed: int) -> None:
+    settings = SyntheticSettings(version=3, seed=seed)
+    assert not_tied([ties(*columns(benign_drive(settings, vehicle))) for vehicle in range(1, 5)], seed) == []
+    tight = replace(settings, version=2)
+    found = not_tied([ties(*columns(benign_drive(tight, vehicle))) for vehicle in range(1, 5)], seed)
+    assert any(each.startswith("tie 0.99") for each in found)
 
 
 def test_a_tree_finds_dos_and_no_masquerade() -> None:

@@ -64,7 +64,7 @@ class ColumnSettings:
     """Interface (bus) of a frame."""
 
 
-DRIVE_SECONDS: Final = {1: 20.0, 2: 60.0}  # default length of a drive by version
+DRIVE_SECONDS: Final = {1: 20.0, 2: 60.0, 3: 60.0}  # default length of a drive by version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,8 @@ class SyntheticSettings:
     """The simulated bus behind `--dataset synthetic`."""
 
     version: int = 2
-    """2: traffic as in logged vehicles, and attacks as rare as in published logs; 1: the first, simpler bus."""
+    """3: as 2, but signals of different IDs are as loosely tied as in logged vehicles. 2: traffic as in logged
+    vehicles, and attacks as rare as in published logs. 1: the first, simpler bus."""
     seed: int = 0
     """Seed of vehicles, traffic and attacks."""
     seconds: float = 0.0

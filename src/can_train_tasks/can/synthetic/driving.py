@@ -1,4 +1,4 @@
-"""The traffic of a vehicle of version 2 while it is driven.
+"""The traffic of a vehicle of version 2 or 3 while it is driven.
 
 As in version 1, only uniform draws and arithmetic with equal results on every platform occur.
 
@@ -23,7 +23,7 @@ from can_train_tasks.can.synthetic.traffic import (
     moving_average,
     smooth_random,
 )
-from can_train_tasks.can.synthetic.vehicles import Message, SendType, Vehicle
+from can_train_tasks.can.synthetic.vehicles import Message, SendType, Signal, Vehicle
 
 _CLOCK_ERROR: Final = 1e-4  # largest error of a control unit's clock: 100 ppm, as for a cheap quartz
 _LATE: Final = 0.002  # share of frames delayed by other work of their control unit
@@ -34,10 +34,11 @@ _REPETITIONS: Final = 3  # repetitions of a message that is sent on changes only
 _MAX_REACTION_US: Final = 5_000  # largest time from a change to the frame that reports it
 _ACTIVE_FROM: Final = 0.5  # least reading of an active status
 _STATUS_HOLD_S: Final = 12  # seconds between two changes of a status
+_OWN_HOLD_S: Final = 2  # seconds between two turns of a signal's own course
 
 
 def drive_vehicle(rng: np.random.Generator, vehicle: Vehicle, duration_us: int) -> Traffic:
-    """Simulates all frames that a vehicle of version 2 wants to send in one drive, ordered by the time when ready."""
+    """Simulates all frames that a vehicle of version 2 or 3 wants to send in a drive, by the time when ready."""
     state = _simulate_state(rng, duration_us)
     num_units = len(vehicle.jitters_us)
     clocks = _Clocks(
@@ -85,13 +86,22 @@ def _message_traffic(rng: np.random.Generator, message: Message, state: dict[str
     payload = pages[count % len(pages)]
     for signal in message.signals:
         sampled_us = time_us - time_us % signal.every_us if signal.every_us else time_us
-        raw = signal.to_raw(state[signal.channel][sampled_us // TICK_US])
+        raw = signal.to_raw(_course(rng, signal, state[signal.channel])[sampled_us // TICK_US])
         if signal.noise:
             raw += rng.integers(-signal.noise, signal.noise + 1, size=len(raw))
         signal.write(payload, raw)
     if message.counter_byte is not None:
         payload[:, message.counter_byte] = (message.constants[message.counter_byte] & 0xF0) | (count % 16)
     return Traffic.of(message, time_us, payload)
+
+
+def _course(rng: np.random.Generator, signal: Signal, reading: Floats) -> Floats:
+    """Returns the values [T] that a signal follows: its reading, late and mixed with a course of its own."""
+    if lag := signal.lag_us // TICK_US:
+        reading = np.concatenate([np.full(lag, reading[0]), reading])[: len(reading)]
+    if signal.own:
+        reading = (1 - signal.own) * reading + signal.own * smooth_random(rng, len(reading), hold_s=_OWN_HOLD_S)
+    return reading
 
 
 def _sending_times(rng: np.random.Generator, message: Message, state: dict[str, Floats], clocks: _Clocks) -> Ints:

@@ -1,11 +1,12 @@
-"""The vehicles of version 2: a car with 11-bit IDs, a truck with the 29-bit IDs of SAE J1939, and two cars with both.
+"""The vehicles of versions 2 and 3: a car with 11-bit IDs, a truck with 29-bit IDs of SAE J1939, two cars with both.
 
 Training never sees the last vehicle. Periods, payloads and bus load resemble logged vehicles; `scripts/bench/bus`
-compares them.
+compares them. In version 2, signals of one reading are equal but for their scale. In version 3, signals are tied as
+loosely as in logged vehicles.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -56,6 +57,10 @@ _MIN_EVENT_MS: Final = 100  # faster messages are control loops, which never pau
 _SENT_IF_ACTIVE: Final = 0.15
 _SENT_ON_CHANGE_TOO: Final = 0.25
 
+# Version 3: lags and shares of a course of its own, to draw from, for signals that no attacker forges.
+_LAGS_US: Final = (0, 0, 50 * _MS, 100 * _MS)
+_OWN_SHARES: Final = (0.0, 0.2, 0.35, 0.5, 0.7)
+
 
 @dataclass(frozen=True, kw_only=True)
 class VehicleKind:
@@ -74,6 +79,7 @@ class VehicleKind:
     jitters_us: tuple[int, ...]  # largest usual delays of a control unit behind its schedule, to draw from
     bit_us: int
     max_id: int
+    checksums: tuple[Checksum, ...] = (Checksum.XOR, Checksum.CRC8)  # kinds to draw from
 
 
 _CAR: Final = VehicleKind(
@@ -122,10 +128,41 @@ _TRUCK: Final = VehicleKind(
     max_id=MAX_EXTENDED_ID,
 )
 _KINDS: Final = (_CAR, _TRUCK, _MIXED, _MIXED)
+_PUBLIC_CHECKSUMS: Final = (Checksum.XOR, Checksum.CRC8, Checksum.SUM, Checksum.CRC8_H2F)
+_LOOSE_CAR: Final = replace(_CAR, protected=0.08, counted=0.03, checksums=_PUBLIC_CHECKSUMS)
+_LOOSE_MIXED: Final = replace(_MIXED, protected=0.08, counted=0.03, checksums=_PUBLIC_CHECKSUMS)
+_LOOSE_TRUCK: Final = replace(_TRUCK, protected=0.01, counted=0.03, checksums=_PUBLIC_CHECKSUMS)
+_LOOSE_KINDS: Final = (_LOOSE_CAR, _LOOSE_TRUCK, _LOOSE_MIXED, _LOOSE_MIXED)
 
 
 def make_fleet(seed: int) -> tuple[Vehicle, ...]:
-    """Designs the vehicles of a data set; vehicle i does not depend on the number of vehicles."""
+    """Designs the vehicles of version 2; vehicle i does not depend on the number of vehicles."""
+    return _make_vehicles(seed, _KINDS)
+
+
+def make_loose_fleet(seed: int) -> tuple[Vehicle, ...]:
+    """Designs the vehicles of version 3. Otherwise like `make_fleet`."""
+    vehicles = _make_vehicles(seed, _LOOSE_KINDS)
+    seeds = (np.random.SeedSequence(seed, spawn_key=(2, number)) for number in range(len(vehicles)))
+    return tuple(_loosen(np.random.default_rng(own), each) for own, each in zip(seeds, vehicles, strict=True))
+
+
+def _loosen(rng: np.random.Generator, vehicle: Vehicle) -> Vehicle:
+    """Gives the signals that no attacker forges a lag, and the signals of analog readings a course of their own."""
+    forged = {message.can_id: signal for message, signal in map(vehicle.fastest_carrier, TARGETS)}
+    messages = []
+    for message in vehicle.messages:
+        signals = []
+        for signal in message.signals:
+            lag_us, own = draw(rng, _LAGS_US), draw(rng, _OWN_SHARES)
+            is_status = signal.channel in STATUS_CHANNELS
+            loose = replace(signal, lag_us=lag_us, own=0.0 if is_status else own)
+            signals.append(signal if forged.get(message.can_id) == signal else loose)
+        messages.append(replace(message, signals=tuple(signals)))
+    return replace(vehicle, messages=tuple(messages))
+
+
+def _make_vehicles(seed: int, kinds: Sequence[VehicleKind]) -> tuple[Vehicle, ...]:
     order = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0,)))
     standard = order.permutation(np.arange(*_STANDARD_IDS)).tolist()
     groups = order.permutation(np.arange(*_PARAMETER_GROUPS)).tolist()
@@ -136,7 +173,7 @@ def make_fleet(seed: int) -> tuple[Vehicle, ...]:
         for pool in (standard, groups):
             shared = rng.permutation(pool[:_SHARED_IDS]).tolist()[: _OWN_IDS // _SHARED_PART]
             pools.append(rng.permutation([*shared, *pool[first : first + _OWN_IDS]]).tolist())
-        vehicles.append(_make_vehicle(rng, _KINDS[number], *pools))
+        vehicles.append(_make_vehicle(rng, kinds[number], *pools))
     return tuple(vehicles)
 
 
@@ -212,7 +249,7 @@ def _make_message(rng: np.random.Generator, kind: VehicleKind, slot: _Slot) -> M
         constants=_draw_constants(rng, kind, length),
         signals=signals,
         counter_byte=free_bytes if counted else None,
-        checksum=draw(rng, (Checksum.XOR, Checksum.CRC8)) if protected else Checksum.NONE,
+        checksum=draw(rng, kind.checksums) if protected else Checksum.NONE,
         pages=_draw_pages(rng, kind) if paged and not counted and send_type is SendType.CYCLIC else (),
         trigger="" if send_type is SendType.CYCLIC else signals[0].channel,
         unit=slot.unit,

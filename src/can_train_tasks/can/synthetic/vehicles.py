@@ -33,8 +33,7 @@ _SHARED_PART: Final = 3  # one in this many of a vehicle's IDs is a shared ID
 _OWN_IDS: Final = 45  # IDs reserved for each vehicle: enough for the largest vehicle
 # Payload bytes to draw from: most messages fill a frame, a few carry nothing but their ID.
 _LENGTHS: Final = (8, 8, 8, 8, 8, 8, 7, 6, 5, 4, 3, 2, 0)
-_CRC8_POLYNOMIAL: Final = 0x1D  # SAE J1850: x^8 + x^4 + x^3 + x^2 + 1
-_CRC8_START: Final = 0xFF  # initial value and final XOR of SAE J1850
+_CRC8_START: Final = 0xFF  # initial value and final XOR of SAE J1850, and of AUTOSAR's CRC8H2F
 
 
 class SendType(Enum):
@@ -51,7 +50,12 @@ class Checksum(Enum):
 
     NONE = auto()
     XOR = auto()
-    CRC8 = auto()
+    CRC8 = auto()  # SAE J1850
+    SUM = auto()  # as in public DBC files of Toyota
+    CRC8_H2F = auto()  # AUTOSAR's CRC8H2F, as in public DBC files of Volkswagen
+
+
+_CRC8_POLYNOMIALS: Final = {Checksum.CRC8: 0x1D, Checksum.CRC8_H2F: 0x2F}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,8 @@ class Signal:
     high: int  # raw value for a reading of 1
     every_us: int = 0  # microseconds between samples of the reading; 0: each frame has a new sample
     noise: int = 0  # largest error of a sample, in raw values
+    lag_us: int = 0  # microseconds that the signal is behind the reading
+    own: float = 0.0  # share of a course of the signal's own, which no other signal follows
 
     def to_raw(self, reading: Floats) -> Ints:
         """Converts readings in [0, 1] to raw values, [M]."""
@@ -148,13 +154,21 @@ def write_checksum(message: Message, payload: NDArray[np.uint8]) -> None:
     id_bytes = message.can_id.to_bytes(2 if message.can_id < 2**16 else 4)
     protected = [np.full(len(payload), byte, np.uint8) for byte in id_bytes]
     protected += [payload[:, position] for position in range(last)]
-    payload[:, last] = _crc8(protected) if message.checksum is Checksum.CRC8 else np.bitwise_xor.reduce(protected)
+    payload[:, last] = _checksum(message.checksum, protected)
 
 
-def _crc8(columns: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+def _checksum(kind: Checksum, columns: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    if kind in _CRC8_POLYNOMIALS:
+        return _crc8(columns, _CRC8_POLYNOMIALS[kind])
+    combine = np.add if kind is Checksum.SUM else np.bitwise_xor
+    combined: NDArray[np.uint8] = combine.reduce(columns, dtype=np.uint8)
+    return combined
+
+
+def _crc8(columns: Sequence[NDArray[np.uint8]], polynomial: int) -> NDArray[np.uint8]:
     table = np.arange(256)
     for _ in range(8):
-        table = (table << 1) ^ np.where(table & 0x80, 0x100 | _CRC8_POLYNOMIAL, 0)
+        table = (table << 1) ^ np.where(table & 0x80, 0x100 | polynomial, 0)
     steps = table.astype(np.uint8)
     value = np.full(len(columns[0]), _CRC8_START, np.uint8)
     for column in columns:

@@ -22,7 +22,7 @@ from can_train_tasks.can.data.graphs import Ints
 from can_train_tasks.can.settings import SyntheticSettings
 from can_train_tasks.can.synthetic.attacks import attack, attack_often
 from can_train_tasks.can.synthetic.driving import drive_vehicle
-from can_train_tasks.can.synthetic.fleet import make_fleet
+from can_train_tasks.can.synthetic.fleet import make_fleet, make_loose_fleet
 from can_train_tasks.can.synthetic.traffic import SECOND_US, Traffic, simulate_bus, vehicle_traffic
 from can_train_tasks.can.synthetic.vehicles import MAX_STANDARD_ID, NUM_VEHICLES, Vehicle, make_vehicles
 
@@ -49,14 +49,13 @@ class Generator(NamedTuple):
     test_share: float  # length of a test drive ÷ length of a training drive
 
 
+_MORE_ATTACKS: Final = ("replay", "speed", "double", "triple", "standstill", "force-neutral", "systematic")
+# Attacks are rare in versions 2 and 3: with test drives of full length, a test folder has some forty attack windows.
 GENERATORS: Final[Mapping[int, Generator]] = {
     1: Generator("1", make_vehicles, vehicle_traffic, attack_often, ("replay", "speed", "double"), 0.5),
-    # Attacks are rare in version 2: with test drives of full length, a test folder has some forty attack windows.
-    2: Generator(
-        "2", make_fleet, drive_vehicle, attack,
-        ("replay", "speed", "double", "triple", "standstill", "force-neutral", "systematic"), 1.0,
-    ),
-}  # fmt: skip
+    2: Generator("2", make_fleet, drive_vehicle, attack, _MORE_ATTACKS, 1.0),
+    3: Generator("3", make_loose_fleet, drive_vehicle, attack, _MORE_ATTACKS, 1.0),
+}
 
 
 class PlannedDrive(NamedTuple):

@@ -87,12 +87,12 @@ def test_occasional_messages_pause_and_eager_ones_repeat_early() -> None:
     assert min(gaps[SendType.CYCLIC_AND_ON_CHANGE]) < 0.1 < min(gaps[SendType.CYCLIC])
 
 
-def crc8_bit_by_bit(data: bytes) -> int:
+def crc8_bit_by_bit(data: bytes, polynomial: int = 0x1D) -> int:
     crc = 0xFF
     for byte in data:
         crc ^= byte
         for _ in range(8):
-            crc = (crc << 1 ^ 0x1D if crc & 0x80 else crc << 1) & 0xFF
+            crc = (crc << 1 ^ polynomial if crc & 0x80 else crc << 1) & 0xFF
     return crc ^ 0xFF
 
 
@@ -100,22 +100,28 @@ def xor(data: bytes) -> int:
     return int(np.bitwise_xor.reduce(np.frombuffer(data, np.uint8)))
 
 
-def test_the_crc_is_the_one_of_sae_j1850() -> None:
+def crc8_h2f_bit_by_bit(data: bytes) -> int:
+    return crc8_bit_by_bit(data, 0x2F)
+
+
+@pytest.mark.parametrize(("kind", "known"), [(Checksum.CRC8, 0x4B), (Checksum.CRC8_H2F, 0xDF)])
+def test_the_crcs_are_published_ones(kind: Checksum, known: int) -> None:
     message = Message(
         can_id=0x3132, period_us=1, length=8, send_type=SendType.CYCLIC, constants=(0,) * 8, signals=(),
         counter_byte=None,
-        checksum=Checksum.CRC8,
+        checksum=kind,
     )  # fmt: skip
     payload = np.array([list(b"3456789\0")], np.uint8)
     write_checksum(message, payload)
-    assert payload[0, 7] == crc8_bit_by_bit(b"123456789") == 0x4B
+    assert payload[0, 7] == known
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("path", ["train_01_attack_free/attack-free-1.csv", "test_06_masquerade/masquerade-1.csv"])
 def test_checksums_hold_in_benign_traffic_and_under_masquerade(version: int, path: str) -> None:
     vehicle, log = drive_log(version, path)
-    rules = {Checksum.XOR: xor, Checksum.CRC8: crc8_bit_by_bit}
+    rules = {Checksum.XOR: xor, Checksum.CRC8: crc8_bit_by_bit, Checksum.SUM: lambda data: sum(data) % 256,
+             Checksum.CRC8_H2F: crc8_h2f_bit_by_bit}  # fmt: skip
     seen = set()
     for message in vehicle.messages:
         if message.checksum is Checksum.NONE:
@@ -124,7 +130,7 @@ def test_checksums_hold_in_benign_traffic_and_under_masquerade(version: int, pat
             data = message.can_id.to_bytes(2 if message.can_id <= 0x7FF else 4) + payload.tobytes()[: message.length]
             assert rules[message.checksum](data[:-1]) == data[-1]
             seen.add(message.checksum)
-    assert seen == set(rules)
+    assert seen if version == 3 else seen == {Checksum.XOR, Checksum.CRC8}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
