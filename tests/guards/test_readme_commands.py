@@ -244,8 +244,10 @@ def test_scripts_and_presets_that_a_page_names_are_there(page: str) -> None:
     assert missing == []
 
 
-def test_every_page_is_linked_from_the_readme_and_comes_with_the_sources() -> None:
-    assert [page for page in TEXTS if page.startswith("docs/") and f"({page})" not in TEXTS["README.md"]] == []
+def test_every_page_is_linked_from_the_front_page_and_comes_with_the_sources() -> None:
+    pages = {page.removeprefix("docs/") for page in TEXTS if page.startswith("docs/")} - {"index.md"}
+    assert pages - {*re.findall(r"\]\(([\w.-]+)", TEXTS["docs/index.md"])} == set()
+    assert "(docs/index.md)" in TEXTS["README.md"]
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert "/docs" in settings["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
 
