@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import can_train
 from docs_pages import SOURCES, site_link
@@ -53,3 +54,9 @@ def test_a_link_that_leads_nowhere_fails_the_build(tmp_path: Path) -> None:
     assert built.returncode == 1
     assert "contains a link 'nowhere.md'" in built.stderr
     assert "does not contain an anchor '#nothing'" in built.stderr
+
+
+def test_the_citation_names_the_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == can_train.__version__
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
