@@ -35,6 +35,7 @@ from can_train_tasks.can.evaluation.bursts import (
 from can_train_tasks.can.evaluation.calibration import BenignScores
 from can_train_tasks.can.evaluation.options import Hold
 from can_train_tasks.can.evaluation.rules import Rules, RuleScale
+from can_train_tasks.can.evaluation.self_check import highest_load
 from can_train_tasks.can.inputs import rare_id_notes, rare_ids, training_bases
 from can_train_tasks.can.settings import BEHAVIOUR_FEATURES
 
@@ -181,14 +182,16 @@ class Judgement(ThresholdRecord):
     `references` are the models and mixes that the model is compared with; `absent` has the reason for each missing
     detector. Data that no run was trained on have no validation part. `benign` is the distribution of scores over the
     benign validation windows (see `BenignScores`), `rare_ids` names the CAN IDs whose timing training was too short to
-    tell (see `inputs.rare_ids`), `bases` has the number bases of the training data (see `training_bases`), `rules` the
-    rules that raise the scores of networks (see `Rules`).
+    tell (see `inputs.rare_ids`), `bases` has the number bases of the training data (see `training_bases`), `bus_load`
+    is the highest number of frames a second in benign training drives (see `highest_load`), `rules` has the rules that
+    raise the scores of networks (see `Rules`).
     """
 
     validation: NotRequired[metrics.Metrics]
     benign: NotRequired[dict[str, Any]]
     rare_ids: NotRequired[dict[str, Any]]
     bases: NotRequired[dict[str, str]]
+    bus_load: NotRequired[float | None]
     rules: NotRequired[dict[str, Any]]
     test: dict[str, FolderJudgement]
     references: dict[str, ThresholdRecord]
@@ -221,6 +224,7 @@ def judge(
         detectors[name] = detector
     judgement = judge_at(flat, split, detectors, own_baselines(flat, split, options), options.hold)
     judgement["rare_ids"] = rare_ids(flat, split.train)
+    judgement["bus_load"] = highest_load(flat, split.train)
     judgement["bases"] = training_bases(flat, split.train)
     if not is_attack.all():
         timeline = Timeline.of(flat, split.validation[~is_attack])

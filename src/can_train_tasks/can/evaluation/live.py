@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -39,9 +40,10 @@ from can_train_tasks.can.data.graphs import (
 from can_train_tasks.can.evaluation.alarms import LEAST_USUAL_WINDOWS, TOLD_SHARE, Cause, Explainer
 from can_train_tasks.can.evaluation.bursts import EACH_WINDOW, JOIN_S, USUAL_HOLD
 from can_train_tasks.can.evaluation.calibration import LEAST_CALIBRATION_WINDOWS, BenignScores, Calibration
-from can_train_tasks.can.evaluation.live_input import SILENCE_S, BusErrors, FrameInput, open_input
+from can_train_tasks.can.evaluation.live_input import SILENCE_S, BusErrors, FrameInput, Unread, open_input
 from can_train_tasks.can.evaluation.metrics import Threshold
 from can_train_tasks.can.evaluation.options import AlarmRule, Hold
+from can_train_tasks.can.evaluation.self_check import ClockCheck, Finding, IdCheck, LineCheck, LoadCheck
 from can_train_tasks.can.fusion.agent import FinishedFusion
 from can_train_tasks.can.inputs import new_id_gaps, new_id_notes, rare_id_notes, read_as_trained
 from can_train_tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
@@ -267,6 +269,8 @@ class LiveBus:
         self._errors = self._bus_offs = 0  # error frames so far, and bus-off frames so far
         self._told_s: dict[str, float] = {}  # time of the last event about error frames, by kind of event
         self._untold = 0  # error frames since the last event about error frames
+        self._clock, self._ids = ClockCheck(), IdCheck(model.vocabulary)
+        self._load = LoadCheck(model.finished.result.get("judgement", {}).get("bus_load"))
         self._new_gaps: dict[int, float] = {}  # shortest time in seconds between frames of each new ID
 
     def see(self, frames: Frames, score: Compute, contribute: Compute) -> Iterator[LiveEvent]:
@@ -276,6 +280,9 @@ class LiveBus:
                             record={"event": "resumed", "time": float(frames.timestamp[0])})  # fmt: skip
         self.is_silent, self.arrived_s = False, time.monotonic()
         self._first_s = float(frames.timestamp[0]) if self._first_s is None else self._first_s
+        checks = (self._clock.see(frames.timestamp, self.arrived_s), self._ids.see(frames),
+                  self._load.see(frames.timestamp))  # fmt: skip
+        yield from map(_found, chain.from_iterable(checks))
         self._last_s = float(frames.timestamp[-1])
         for block in self._builder.feed(frames):
             yield from self._judge(block, score, contribute)
@@ -402,11 +409,12 @@ class LiveDetector:
         self._input = source
         self._watch = watch
         self._buses: dict[str, LiveBus] = {}
+        self._lines = LineCheck()
         self._told = 0  # notes of the input that were reported
         self._is_silent = False  # whether the input was reported silent before its first frame
 
     def events(self, score: Compute, contribute: Compute) -> Iterator[LiveEvent]:
-        """Yields the events of the input: alarms and their ends, error frames, silence and its end, notes.
+        """Yields the events of the input: alarms and their ends, error frames, silence and its end, faults, notes.
 
         Raises:
             RunError: A score is not a finite number.
@@ -414,8 +422,11 @@ class LiveDetector:
         """
         for batch in self._input.batches():
             yield from self._notes()
+            yield from map(_found, self._lines.see(self._input.channels.total(), self._input.malformed.total()))
             if batch is None:
                 yield from self._silences(0.0)
+            elif isinstance(batch, Unread):
+                yield from self._silences(SILENCE_S)
             elif isinstance(batch, BusErrors):
                 bus = self._bus(batch.channel)
                 yield from self._named(bus, bus.fail(batch))
@@ -509,6 +520,10 @@ def _ended(alarm: LiveAlarm) -> LiveEvent:
     text = f"{alarm.end_s:.6f} s: alarm ended, since {alarm.start_s:.6f} s, {windows}, score up to {alarm.score:.3g}"
     return LiveEvent(text=text, record={"event": "alarm_end", "start_time": alarm.start_s, "end_time": alarm.end_s,
                                         "windows": alarm.windows, "score": alarm.score})  # fmt: skip
+
+
+def _found(finding: Finding) -> LiveEvent:
+    return LiveEvent(text=finding.text, record=finding.record)
 
 
 def _silence(last_s: float | None) -> LiveEvent:

@@ -101,6 +101,15 @@ class BusErrors(NamedTuple):
         return ", ".join(name for bit, name in ERROR_CLASSES.items() if self.classes & bit)
 
 
+class Unread(NamedTuple):
+    """Lines or messages that arrived and are no frames."""
+
+    lines: int
+
+
+Batch = BusFrames | BusErrors | Unread | None
+
+
 class FrameInput(ABC):
     """Where frames arrive.
 
@@ -123,7 +132,7 @@ class FrameInput(ABC):
         self.notes: list[str] = []
 
     @abstractmethod
-    def batches(self) -> Iterator[BusFrames | BusErrors | None]:
+    def batches(self) -> Iterator[Batch]:
         """Yields frames soon after they arrive, until the input ends; None where nothing arrives for `SILENCE_S`."""
 
     @abstractmethod
@@ -241,13 +250,13 @@ class TextInput(FrameInput):
         self._clock_s = 0.0  # sum of the differences
         self._arrived_s = time.time()
 
-    def batches(self) -> Iterator[BusFrames | BusErrors | None]:
+    def batches(self) -> Iterator[Batch]:
         """Yields the frames of whole lines.
 
         Raises:
             DataError: None of the first lines is a frame, or the input ends without a frame.
         """
-        rest, skipping = b"", False
+        rest, skipping, unread = b"", False, 0
         for text in self._chunks():
             if text is None:
                 yield from self._recognised(final=True)
@@ -264,6 +273,10 @@ class TextInput(FrameInput):
                 rest, skipping = b"", True
             if newline:
                 yield from self._frames(whole)
+            if self.malformed.total() > unread:
+                # Garbage alone must not keep the detector from seeing that the bus is silent.
+                yield Unread(self.malformed.total() - unread)
+                unread = self.malformed.total()
             if self._grammar is None and not self._awaits_more:
                 self._unknown_bytes += len(text)
                 if self._unknown_bytes > UNREADABLE_BYTES or len(self._unknown_rows()) >= UNREADABLE_LINES:
@@ -455,7 +468,7 @@ class BusInput(FrameInput):
         super().__init__(channel)
         self._bus = bus
 
-    def batches(self) -> Iterator[BusFrames | BusErrors | None]:
+    def batches(self) -> Iterator[Batch]:
         """Yields batches of the frames that arrive within `PAUSE_S`.
 
         Raises:

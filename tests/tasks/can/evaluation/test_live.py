@@ -14,10 +14,11 @@ from can_train.errors import CheckpointError
 from can_train.reporter import SilentReporter
 from can_train.training.evaluate import EvaluationRequest, evaluate
 from can_train_tasks.can.data.graphs import Frames
+from can_train_tasks.can.evaluation import live as live_module
 from can_train_tasks.can.evaluation import live_input
 from can_train_tasks.can.evaluation.bursts import EACH_WINDOW
 from can_train_tasks.can.evaluation.live import AlarmState, DetectionRequest, LiveEvent, LiveRun, make_live_detector
-from can_train_tasks.can.evaluation.live_input import BusFrames
+from can_train_tasks.can.evaluation.live_input import BusFrames, Unread
 from can_train_tasks.can.evaluation.metrics import Threshold
 from can_train_tasks.can.evaluation.options import AlarmRule, EvaluationOptions, Hold
 from fakes.candump import candump
@@ -270,6 +271,38 @@ def test_error_frames_and_a_bus_that_is_off_raise_events(tmp_path: Path) -> None
     assert watched.of("bus_off") == [{"event": "bus_off", "time": 2.0, "bus": "can0"}]
     assert "502 error frames, 1 of them bus off" in watched.summary
     assert "malformed" not in watched.summary
+
+
+def test_faults_of_the_input_are_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_input, "READ_BYTES", 20_000)
+    calm, busy, strange = (drive(size, pause_s=0.0) for size in (1_200, 9_000, 6_000))
+    calm = replace(calm, timestamp=calm.timestamp + 10_000.0)
+    busy = replace(busy, timestamp=busy.timestamp / 3 + calm.timestamp[-1])
+    strange = replace(strange, timestamp=strange.timestamp + busy.timestamp[-1],
+                      can_id=np.full(6_000, 0x700, np.uint32))  # fmt: skip
+    again = replace(calm, timestamp=calm.timestamp - 5_000.0)
+    (tmp_path / "input.txt").write_text(
+        "".join([*map(candump, (calm, busy, strange)), "(1.0) can0 12A#0\n" * 2_000, candump(again)])
+    )
+    live = LiveRun(
+        DetectionRequest(run=injected_run("gat"), source=str(tmp_path / "input.txt"), rule=AlarmRule(threshold=1e9))
+    )
+    detector: Any = live._detector
+    detector._model.finished.result["judgement"]["bus_load"] = 2_000.0
+    events = list(live.events())
+    live.close()
+    assert [event.record["event"] for event in events] == ["bus_load", "unknown_ids", "unreadable", "clock_jump"]
+    assert json.dumps([event.record for event in events], allow_nan=False)
+    assert "no ID that training knew in" in events[1].text
+
+
+def test_a_bus_from_which_only_garbage_comes_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_module, "SILENCE_S", 0.0)
+    live = LiveRun(DetectionRequest(run=injected_run("gat"), source=str(Path(__file__))))
+    detector: Any = live._detector
+    detector._input.batches = lambda: iter([bus(drive(WINDOW - 1)), Unread(50), Unread(50)])
+    assert [event.record["event"] for event in live.events()][-1:] == ["silence"]
+    live.close()
 
 
 def test_an_alarm_ends_where_the_watching_is_interrupted(tmp_path: Path) -> None:

@@ -1,0 +1,171 @@
+"""What live detection checks about its input: the clock, unreadable lines, IDs that training knew, and the bus load.
+
+Each check tells the beginning of a fault once, and again only after the fault was over.
+
+Shapes: M frames, R windows, V IDs of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Frames, Ints, counted
+
+JUMP_S: Final = 5.0  # a clock jumps where it runs ahead of the frames' arrival, or steps back, by more than this
+JUMP_EVERY_S: Final = 1.0  # least seconds of arrival between two events about the clock
+LIVE_S: Final = 5.0  # seconds of arrival after which it is known whether frames arrive at the pace of their times
+CHECKED_LINES: Final = 200  # lines that a share of unreadable lines is computed from
+UNREADABLE_SHARE: Final = 0.1
+STRANGE_S: Final = 2.0  # time and frames without an ID that training knew, after which a bus is called unknown
+STRANGE_FRAMES: Final = 100
+LOAD_S: Final = 1.0  # time over which a bus load is measured
+LOAD_MARGIN: Final = 1.2  # a bus may carry this many times as many frames a second as in the benign training drives
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A fault of the input, or its end."""
+
+    text: str
+    record: Mapping[str, Any]  # strict JSON; `event` is its kind
+
+
+class ClockCheck:
+    """Compares the times of frames with their arrival."""
+
+    def __init__(self) -> None:
+        self._since: tuple[float, float] | None = None  # time of a frame and of its arrival, before any jump
+        self._last_s = self._arrived_s = 0.0
+        self._told_s = -np.inf
+
+    def see(self, times: Floats, arrived_s: float) -> Iterator[Finding]:
+        """Takes the times [M] of frames that arrived together."""
+        if self._since is None:
+            self._since, self._last_s, self._arrived_s = (float(times[0]), arrived_s), float(times[0]), arrived_s
+        steps = np.diff(times, prepend=self._last_s)
+        waited_s = arrived_s - self._arrived_s
+        back = steps < -JUMP_S
+        # A log that is replayed faster than it was recorded has pauses that are no jumps.
+        ahead = steps > JUMP_S + waited_s if self._is_live() else np.zeros_like(back)
+        jumps = np.flatnonzero(back | ahead)
+        self._last_s, self._arrived_s = float(times[-1]), arrived_s
+        if not len(jumps):
+            return
+        self._since = (self._last_s, arrived_s)
+        if arrived_s - self._told_s < JUMP_EVERY_S:
+            return
+        self._told_s = arrived_s
+        to_s, step_s = float(times[jumps[0]]), float(steps[jumps[0]])
+        direction = "back" if step_s < 0 else "forward"
+        yield Finding(text=f"{to_s:.6f} s: the clock jumped {direction} by {abs(step_s):,.1f} s",
+                      record={"event": "clock_jump", "time": to_s, "jump_s": step_s})  # fmt: skip
+
+    def _is_live(self) -> bool:
+        assert self._since is not None
+        elapsed_s, arrival_s = self._last_s - self._since[0], self._arrived_s - self._since[1]
+        return arrival_s >= LIVE_S and abs(elapsed_s - arrival_s) <= JUMP_S
+
+
+class LineCheck:
+    """Watches the share of lines that are no frames."""
+
+    def __init__(self) -> None:
+        self._frames = self._unreadable = 0  # counts when the share was last computed
+        self._is_told = False
+
+    def see(self, frames: int, unreadable: int) -> Iterator[Finding]:
+        """Takes the counts of frames and of unreadable lines so far."""
+        lines, bad = frames + unreadable - self._frames - self._unreadable, unreadable - self._unreadable
+        if lines < CHECKED_LINES:
+            return
+        self._frames, self._unreadable = frames, unreadable
+        share = bad / lines
+        if share >= UNREADABLE_SHARE and not self._is_told:
+            yield Finding(text=f"{bad:,} of the last {lines:,} lines cannot be read",
+                          record={"event": "unreadable", "lines": lines, "share": share})  # fmt: skip
+        self._is_told = share >= UNREADABLE_SHARE
+
+
+class IdCheck:
+    """Notices a bus without any ID that training knew: another vehicle, another bit rate, or garbage."""
+
+    def __init__(self, vocabulary: Ints) -> None:
+        self._vocabulary = vocabulary
+        self._since_s: float | None = None  # time of the last known frame, or of the first frame
+        self._frames = 0  # since then
+        self._is_told = False
+
+    def see(self, frames: Frames) -> Iterator[Finding]:
+        """Takes the next frames [M]."""
+        last_s = float(frames.timestamp[-1])
+        known = np.flatnonzero(np.isin(frames.can_id, self._vocabulary))
+        if len(known):
+            self._since_s, self._frames = float(frames.timestamp[known[-1]]), len(frames) - 1 - int(known[-1])
+            self._is_told = False
+        else:
+            self._since_s = float(frames.timestamp[0]) if self._since_s is None else min(self._since_s, last_s)
+            self._frames += len(frames)
+        silent_s = last_s - self._since_s
+        if self._is_told or self._frames < STRANGE_FRAMES or silent_s < STRANGE_S:
+            return
+        self._is_told = True
+        told = f"no ID that training knew in {counted(self._frames, 'frame')} of the last {silent_s:,.1f} s"
+        yield Finding(text=f"{last_s:.6f} s: {told}: another vehicle, another bit rate, or garbage",
+                      record={"event": "unknown_ids", "time": last_s, "frames": self._frames})  # fmt: skip
+
+
+class LoadCheck:
+    """Notices more frames a second than the benign drives of training had; `usual` is None where nobody counted."""
+
+    def __init__(self, usual: float | None) -> None:
+        self._usual = usual
+        self._begin_s: float | None = None  # beginning of the second that is counted
+        self._count = 0
+        self._is_told = False
+
+    def see(self, times: Floats) -> Iterator[Finding]:
+        """Takes the times [M] of the next frames."""
+        if self._usual is None:
+            return
+        if self._begin_s is None or times[0] < self._begin_s:
+            self._begin_s, self._count = float(times[0]), 0
+        seconds = np.maximum((times - self._begin_s) // LOAD_S, 0)
+        numbers, counts = np.unique(seconds, return_counts=True)
+        if numbers[0] == 0:
+            counts[0] += self._count
+        else:
+            yield from self._judge(self._begin_s, self._count, self._usual)
+        for number, count in zip(numbers[:-1].tolist(), counts[:-1].tolist(), strict=True):
+            yield from self._judge(self._begin_s + number * LOAD_S, count, self._usual)
+        self._begin_s, self._count = self._begin_s + float(numbers[-1]) * LOAD_S, int(counts[-1])
+
+    def _judge(self, begin_s: float, count: int, usual: float) -> Iterator[Finding]:
+        load = count / LOAD_S
+        is_high = load > LOAD_MARGIN * usual
+        if is_high and not self._is_told:
+            told = f"{load:,.0f} frames a second, at most {usual:,.0f} in the benign training drives"
+            yield Finding(text=f"{begin_s + LOAD_S:.6f} s: the bus load is high, {told}",
+                          record={"event": "bus_load", "time": begin_s + LOAD_S, "frames_per_s": load,
+                                  "usual_frames_per_s": usual})  # fmt: skip
+        self._is_told = is_high
+
+
+def highest_load(flat: FlatGraphs, rows: Ints) -> float | None:
+    """Returns the most frames a second, over `LOAD_S`, in the benign windows among `rows`; None for shorter drives."""
+    benign = np.sort(rows[flat.label[rows] == 0])
+    # An attack between two benign windows may have sent most of the frames.
+    breaks = 1 + np.flatnonzero((np.diff(benign) != 1) | (np.diff(flat.source[benign]) != 0))
+    highest = 0.0
+    for stretch in np.split(benign, breaks):
+        begin, first = flat.start_time[stretch], flat.first_frame[stretch]
+        # The first window that begins `LOAD_S` or more after each window.
+        later = np.searchsorted(np.maximum.accumulate(begin), begin + LOAD_S)
+        inside = np.flatnonzero(later < len(begin))
+        seconds = begin[later[inside]] - begin[inside]
+        loads = (first[later[inside]] - first[inside])[seconds > 0] / seconds[seconds > 0]
+        highest = max(highest, float(loads.max(initial=0.0)))
+    return highest or None

@@ -1,0 +1,87 @@
+"""The checks of live detection about its input tell each fault once, and nothing about a sound input."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from can_train_tasks.can.data.graphs import GraphBuilder
+from can_train_tasks.can.evaluation.self_check import ClockCheck, IdCheck, LineCheck, LoadCheck, highest_load
+from fakes.random_bus import cached_graphs, injected_frames
+
+KNOWN = np.arange(0x200, 0x20A)
+
+
+def clock(arrivals: Sequence[tuple[float, Sequence[float]]]) -> list[Any]:
+    check = ClockCheck()
+    found = [each for arrived_s, times in arrivals for each in check.see(np.array(times, float), arrived_s)]
+    return [each.record for each in found]
+
+
+def at_pace(seconds: int, start_s: float = 0.0, arrived_s: float = 100.0) -> list[tuple[float, Sequence[float]]]:
+    return [(arrived_s + second, (start_s + second - 0.5, start_s + second)) for second in range(seconds)]
+
+
+def test_a_clock_that_runs_with_the_arrival_is_no_fault() -> None:
+    assert clock(at_pace(60)) == []
+    # A pause of the bus, and frames that waited in a pipe.
+    assert clock([*at_pace(10), *at_pace(10, 40.0, 140.0)]) == []
+    assert clock([*at_pace(10), (140.0, range(10, 40)), *at_pace(5, 41.0, 141.0)]) == []
+
+
+def test_a_log_that_is_replayed_at_once_may_have_pauses() -> None:
+    assert clock([(100.0, [0, 1, 2, 60, 61]), (100.1, [500, 501])]) == []
+    assert clock([(100.0 + second, [100.0 * second, 100.0 * second + 1]) for second in range(20)]) == []
+
+
+def test_a_jump_of_the_clock_is_told_once_with_its_size() -> None:
+    forward = clock([*at_pace(10), *at_pace(10, 3_610.5, 110.0)])
+    assert forward == [{"event": "clock_jump", "time": 3_610.0, "jump_s": 3_601.0}]
+    back = clock([*at_pace(10, 1_000.0), *at_pace(10, 0.5, 110.0)])
+    assert back == [{"event": "clock_jump", "time": 0.0, "jump_s": -1_009.0}]
+
+
+def test_two_clocks_that_take_turns_are_one_event_a_second() -> None:
+    turns = [(100 + number / 100, [number % 2 * 1_000.0]) for number in range(300)]
+    assert len(clock(turns)) == 3
+
+
+def test_lines_that_cannot_be_read_are_told_once_until_they_can_be_read() -> None:
+    check, found = LineCheck(), []
+    for frames, unreadable in [(1_000, 5), (1_100, 105), (1_200, 205), (3_000, 210), (3_000, 450)]:
+        found += [(each.record["lines"], each.record["share"]) for each in check.see(frames, unreadable)]
+    assert found == [(200, 0.5), (240, 1.0)]
+
+
+def test_a_bus_without_a_known_id_is_told_once_until_one_comes() -> None:
+    frames = injected_frames(12_000)
+    strange = replace(frames, can_id=frames.can_id + np.uint32(0x300))
+    check, counts = IdCheck(KNOWN), []
+    for number, drive in enumerate((frames, strange, strange, frames, strange)):
+        later = replace(drive, timestamp=drive.timestamp + 10 * number)
+        parts = [later[begin : begin + 700] for begin in range(0, 12_000, 700)]
+        counts.append(sum(len(list(check.see(part))) for part in parts))
+    assert counts == [0, 1, 0, 0, 1]
+
+
+def test_a_load_above_the_benign_drives_is_told_once_in_pieces_of_any_size() -> None:
+    calm, busy = np.arange(0, 10, 0.001), np.arange(10, 20, 0.0005)
+    times = np.concatenate([calm, busy, calm + 20, busy + 20])
+    for piece in (1, 333, len(times)):
+        check = LoadCheck(1_000.0)
+        found = [each for begin in range(0, len(times), piece) for each in check.see(times[begin : begin + piece])]
+        assert [round(each.record["time"]) for each in found] == [11, 31]
+        assert found[0].record["frames_per_s"] == 2_000.0
+    assert list(LoadCheck(None).see(times)) == []
+
+
+def test_the_highest_load_of_training_is_over_a_second_of_a_benign_drive(tmp_path: Path) -> None:
+    frames = injected_frames(6_000)
+    slow = replace(frames, label=np.zeros(6_000, np.uint8))
+    flat = cached_graphs(tmp_path, [list(GraphBuilder(20, 20).feed(slow))])
+    assert 1_900 < (highest_load(flat, np.arange(len(flat))) or 0.0) < 2_100
+    assert highest_load(flat, np.delete(np.arange(len(flat)), np.arange(0, len(flat), 80))) is None
+    short = cached_graphs(tmp_path / "short", [list(GraphBuilder(20, 20).feed(slow[:400]))])
+    assert highest_load(short, np.arange(len(short))) is None
