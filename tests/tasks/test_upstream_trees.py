@@ -91,6 +91,38 @@ def candump(path: Path, frames: Frames) -> None:
                         for time, can_id, data in rows))  # fmt: skip
 
 
+def can_mirgu(folder: Path) -> None:
+    """Logs of candump, and one file of metadata for all attacks, which has trailing commas."""
+    for day in (1, 2, 3):
+        candump(folder / "Benign" / f"Day_{day}" / f"Benign_day{day}_file1.log", benign(injected_frames(FRAMES, day)))
+    entries = []
+    kinds = {"Masquerade_attacks": "Break_warning_masquerade_attack", "Real_attacks": "Break_warning_attack"}
+    for number, (place, name) in enumerate(kinds.items(), start=4):
+        frames = injected_frames(FRAMES, number)
+        candump(folder / "Attacks" / place / f"{name}.log", frames)
+        times = 1030000000 + frames.timestamp[frames.label > 0]
+        what = "masquerade" if "masquerade" in name else "injection"
+        interval = f"[{times.min() - 1e-4:.6f}, {times.max() + 1e-4:.6f}]"
+        entries.append(f'"{name}": {{"injection_id": "0x{INJECTED:x}", "{what}_interval": {interval},}},')
+    write(folder / "Attacks" / "Attacks_metadata.json", "{" + "\n".join(entries) + "}")
+
+
+def x_canids(folder: Path) -> None:
+    """Parquet files as pandas writes them: the times since the beginning of a file are the index."""
+    names = ("dump1", "dump2", "dump3", "dump6-fabr-123h", "dump6-fuzz-123h")
+    for number, name in enumerate(names, start=1):
+        frames = injected_frames(FRAMES, number) if "-" in name else benign(injected_frames(FRAMES, number))
+        table = polars.DataFrame({
+            "arbitration_id": frames.can_id.astype(np.int64), "dlc": frames.length.astype(np.int64),
+            "data": [bytes(data) for data in frames.payload], "label": frames.label.astype(np.int64),
+            "timestamp": polars.Series((frames.timestamp * 1e9).astype(np.int64)).cast(polars.Duration("ns")),
+        })  # fmt: skip
+        for part in ("raw", "signal"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+        table.write_parquet(folder / "raw" / f"{name}.parquet")
+        table.drop("arbitration_id", "data").write_parquet(folder / "signal" / f"{name}.parquet")
+
+
 def can_train_and_test(folder: Path) -> None:
     """Sets with training and test folders, and logs of each kind in them."""
     place = folder / "set_01"
@@ -232,6 +264,8 @@ def eeg(folder: Path) -> None:
 TREES: Final[dict[str, Callable[[Path], None]]] = {
     "car_hacking": car_hacking,
     "road": road,
+    "CAN-MIRGU": can_mirgu,
+    "X-CANIDS": x_canids,
     "can-train-and-test-v1.5": can_train_and_test,
     "conll2018": conll2018,
     "task0-data": task0_data,

@@ -31,7 +31,7 @@ def experience(dataset: str, mode: str) -> tuple[float, str, list[tuple[float, s
 
 
 # Formats of text logs, and of binary ones; `auto` recognises them by the content.
-RECORDINGS = ("blf", "mf4", "pcap", "sqlite")
+RECORDINGS = ("blf", "mf4", "parquet", "pcap", "sqlite")
 FORMATS = (
     "busmaster",
     "can_train_and_test", "car_hacking", "hcrl_text", "hcrl_challenge",

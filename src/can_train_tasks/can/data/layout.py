@@ -20,7 +20,14 @@ from can_train_tasks.can.data.sidecars import find_sidecar
 from can_train_tasks.can.settings import CanDatasetSettings
 
 # The parts of can-train-and-test, the HCRL logs among them.
-NAMED_SETS: Final = ("hcrl_ch", "hcrl_sa", "set_01", "set_02", "set_03", "set_04")
+CAN_TRAIN_AND_TEST: Final = ("hcrl_ch", "hcrl_sa", "set_01", "set_02", "set_03", "set_04")
+# Folders of other published data sets below the data root, and their addresses.
+OTHER_SETS: Final = {
+    "can_mirgu": (("CAN-MIRGU", "can_mirgu"), "https://github.com/sampathrajapaksha/CAN-MIRGU"),
+    "road": (("road", "ROAD"), "https://zenodo.org/records/10462796"),
+    "x_canids": (("X-CANIDS", "x_canids"), "https://doi.org/10.21227/epsj-y384"),
+}
+NAMED_SETS: Final = (*CAN_TRAIN_AND_TEST, *OTHER_SETS)
 
 # Roles of a log.
 TRAIN: Final = "train"
@@ -32,9 +39,13 @@ UNNAMED_ATTACK: Final = "attack"  # the kind of attacks where the log's name giv
 # Folders under the data root: none, or the clone of either release's repository.
 _COLLECTIONS: Final = ("", "can-train-and-test-v1.5", "can-train-and-test")
 _LOG_NAME: Final = re.compile(
-    r"(?P<stem>[^.].*)\.(?:(?:csv|txt|log|asc|trc|pcap|pcapng)(?:\.(?:gz|bz2|xz|zst))?|blf|mf4|db)", re.IGNORECASE
+    r"(?P<stem>[^.].*)\.(?:(?:csv|txt|log|asc|trc|pcap|pcapng)(?:\.(?:gz|bz2|xz|zst))?|blf|mf4|db|parquet)",
+    re.IGNORECASE,
 )
+_RAW: Final = "raw"  # X-CANIDS: frames in raw, signals in signal
 _ROAD: Final = ("ambient", "attacks")
+# X-CANIDS: dump6-susp-2B0h.
+_XCANIDS_KIND: Final = re.compile(r"dump\d+-(?P<kind>[a-z]+)(?:-.*)?", re.IGNORECASE)
 _DOCUMENT: Final = re.compile(r"(?:read[-_]?me|licen[cs]e)(?![a-z])", re.IGNORECASE)  # .txt files beside the logs
 # can-train-and-test: DoS-1, force-neutral-2, fuzzing-train.
 _NUMBERED_KIND: Final = re.compile(r"(?P<kind>[a-z]+(?:-[a-z]+)*?)(?:-train|-test)?(?:-\d+)?", re.IGNORECASE)
@@ -93,7 +104,7 @@ def _find(dataset: CanDatasetSettings, data_root: Path, wanted: Sequence[str]) -
     """Finds the logs in a layout's folders with the wanted roles, or all logs without a layout."""
     place = _place(dataset, data_root)
     folders = {role: sorted(folder for folder in place.glob(f"{role}_*") if folder.is_dir()) for role in (TRAIN, TEST)}
-    if dataset.path and not any(folders.values()):
+    if (dataset.path or dataset.name in OTHER_SETS) and not any(folders.values()):
         root, paths = (place, _logs_below(place)) if place.is_dir() else (place.parent, [place])
         logs = [(path, LOG, path.relative_to(root).as_posix()) for path in paths]
     else:
@@ -116,6 +127,8 @@ def _place(dataset: CanDatasetSettings, data_root: Path) -> Path:
     if dataset.name not in NAMED_SETS:
         raise unknown_name("data set", dataset.name, (*NAMED_SETS, "synthetic"))
     data_root = expanded(data_root)
+    if dataset.name in OTHER_SETS:
+        return _place_of_other(dataset.name, data_root)
     # The published folders have a hyphen; people who make a folder by hand copy the underscore of the name.
     spellings = dict.fromkeys((dataset.name.replace("_", "-"), dataset.name))
     for collection in _COLLECTIONS:
@@ -130,20 +143,35 @@ def _place(dataset: CanDatasetSettings, data_root: Path) -> Path:
     )
 
 
+def _place_of_other(name: str, data_root: Path) -> Path:
+    folders, address = OTHER_SETS[name]
+    for folder in folders:
+        if (data_root / folder).is_dir():
+            return data_root / folder
+    raise MissingDataError(f"Data set {name} is not below the data root",
+                           value=f"no folder {' or '.join(folders)} in {data_root}",
+                           remedy=f"Download it from {address} into the data root, or name another with --data-root DIR"
+                           )  # fmt: skip
+
+
 def attack_kind(file_name: str) -> str:
     """Returns the kind of attack in a log's name; `UNNAMED_ATTACK` where the name follows no known pattern."""
     named = _LOG_NAME.fullmatch(file_name)
     stem = named["stem"] if named else file_name
     numbered = _NUMBERED_KIND.fullmatch(stem)
     # A name of letters only may be any word: only a number or a suffix makes it a kind.
-    match = _HCRL_KIND.fullmatch(stem) or (numbered if numbered and numbered["kind"] != stem else None)
+    match = (
+        _HCRL_KIND.fullmatch(stem)
+        or _XCANIDS_KIND.fullmatch(stem)
+        or (numbered if numbered and numbered["kind"] != stem else None)
+    )
     return UNNAMED_ATTACK if match is None or match["kind"].lower() == "attack-free" else match["kind"]
 
 
 def _places_of_logs(folder: Path) -> list[Path]:
-    """Returns the folders whose logs are read. In ROAD's folder, tables of signals and of captures lie beside its logs,
-    as CSV files.
-    """
+    """Returns the folders whose logs are read: in ROAD and X-CANIDS, tables of signals lie beside the logs."""
+    if any((folder / _RAW).glob("dump*.parquet")):
+        return [folder / _RAW]
     is_road = (folder / _ROAD[1] / "capture_metadata.json").is_file()
     return [folder / name for name in _ROAD] if is_road else [folder]
 
@@ -165,7 +193,7 @@ def _logs_below(folder: Path) -> list[Path]:
         raise MissingDataError(
             f"{folder} holds no logs",
             value="files named *.csv, *.txt, *.log, *.asc, *.trc, *.pcap or *.pcapng, or these with .gz, .bz2, .xz or "
-            ".zst, or *.blf, *.mf4 or *.db",
+            ".zst, or *.blf, *.mf4, *.parquet or *.db",
             remedy="Put the logs there, or give --dataset the path of another folder or of one file",
         )
     return sorted(logs, key=lambda log: log.relative_to(folder).as_posix())

@@ -176,7 +176,8 @@ class LogReader:
                             remedy="Leave out dataset.channel")  # fmt: skip
         self._encoder = LabelEncoder(settings.benign_values, kind)
         self._max_malformed = settings.max_malformed
-        self._has_labels = grammar is not None and grammar.has("label")
+        is_labelled = isinstance(self._log, Recording) and self._log.labelled
+        self._has_labels = is_labelled or (grammar is not None and grammar.has("label"))
         self._all_labelled = self._has_labels and not (grammar and grammar.unlabelled_rows)
         self._sidecar = None if self._all_labelled else find_sidecar(path)
         self._start_s: float | None = None  # time of the log's first frame
@@ -271,8 +272,8 @@ class LogReader:
     def _frames(self, rows: ParsedRows) -> Frames:
         label = np.zeros(len(rows.timestamp), np.uint8)
         if rows.label is not None:
-            assert self._grammar is not None
-            label = self._encoder.codes(rows.label, rows.kind, several=self._grammar.several_labels).copy()
+            several = self._grammar is not None and self._grammar.several_labels
+            label = self._encoder.codes(rows.label, rows.kind, several=several).copy()
         frames = Frames(rows.timestamp, rows.can_id, rows.length, rows.payload, label)
         if self._start_s is None:
             self._start_s = float(frames.timestamp[0])

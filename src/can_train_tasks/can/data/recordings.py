@@ -1,4 +1,5 @@
-"""Reads binary logs: BLF (with python-can), MF4 (with asammdf), captures (pcap), and python-can's SQLite databases.
+"""Reads binary logs: BLF (with python-can), MF4 (with asammdf), captures (pcap), python-can's SQLite databases, and
+tables of frames in parquet, as X-CANIDS has them.
 
 Shapes: M frames.
 """
@@ -50,6 +51,7 @@ _MAGIC: Final = {
     b"MDF     4": "mf4",
     _UNFINISHED: "mf4",
     b"SQLite format 3\0": "sqlite",
+    b"PAR1": "parquet",
     **dict.fromkeys(CAPTURE_MAGIC, "pcap"),
 }
 _PACKAGES: Final = {"blf": "can", "mf4": "asammdf"}
@@ -63,6 +65,8 @@ _SQLITE_COLUMNS: Final = {
     "dlc": ("'integer'", pl.Int64),
     "data": ("'blob'", pl.Binary),
 }
+_PARQUET_COLUMNS: Final = ("timestamp", "arbitration_id", "dlc", "data")  # `label` may follow
+_PARQUET_BLOCKS: Final = 8  # blocks that are read at a time: each reading decodes its group of rows anew
 
 
 class FrameNames(Sequence[str]):
@@ -102,12 +106,15 @@ class Recording:
     def __init__(self, path: Path, log_format: str) -> None:
         self.path = path
         self.format = log_format
+        self.labelled = False  # whether each frame has a label
         with path.open("rb") as file:
             is_packed = not file.read(max(map(len, _MAGIC))).startswith(tuple(_MAGIC))
         if is_packed and log_format != "pcap":
             raise DataError(f"The log is a {log_format.upper()} file that was compressed, which only logs of text and "
                             "captures may be", value=str(path), remedy="Unpack it, and give the unpacked log"
                             )  # fmt: skip
+        if log_format == "parquet":
+            self._check_parquet()
         if log_format not in _PACKAGES:
             return
         try:
@@ -118,7 +125,8 @@ class Recording:
     def blocks(self) -> Iterator[tuple[int, FrameNames, ParsedRows]]:
         """Yields, for each block, the number of its first frame, counted from 1, stand-ins for its lines, its rows."""
         readers: dict[str, Callable[[], Iterator[Recorded]]] = {
-            "blf": self._blf, "mf4": self._mf4, "pcap": partial(read_capture, self.path), "sqlite": self._sqlite
+            "blf": self._blf, "mf4": self._mf4, "parquet": self._parquet,
+            "pcap": partial(read_capture, self.path), "sqlite": self._sqlite,
         }  # fmt: skip
         first = 1
         try:
@@ -144,9 +152,9 @@ class Recording:
     def sample(self, num_parts: int, part_bytes: int, reach_bytes: int) -> tuple[TextSample, list[Any]]:
         """Reads the first blocks, about as many bytes as the parts have in all; see `LogText.sample`."""
         size, log = self.path.stat().st_size, self.blocks()
-        blocks = list(islice(log, max(1, int(num_parts * part_bytes / _FRAME_BYTES / BLOCK_FRAMES))))
+        blocks = list(islice(log, max(1, int(num_parts * part_bytes / self.line_bytes / BLOCK_FRAMES))))
         ended = next(log, None) is None
-        read_bytes = int(sum(len(rows.position) for _, _, rows in blocks) * _FRAME_BYTES)
+        read_bytes = int(sum(len(rows.position) for _, _, rows in blocks) * self.line_bytes)
         return TextSample([], size if ended else min(size, read_bytes), size), blocks
 
     def _is_unfinished(self) -> bool:
@@ -212,6 +220,28 @@ class Recording:
         for begin in range(0, len(order), BLOCK_FRAMES):
             part = whole.select(order[begin : begin + BLOCK_FRAMES])
             yield part if begin else replace(part, error_frames=error_frames)
+
+    def _check_parquet(self) -> None:
+        """Takes labels and the bytes of a frame from the table's columns and length."""
+        try:
+            table = pl.scan_parquet(self.path)
+            names, frames = table.collect_schema().names(), table.select(pl.len()).collect().item()
+        except (pl.exceptions.PolarsError, OSError) as error:
+            raise DataError("The log is no whole parquet file", value=f"{self.path}: {error}",
+                            remedy="Copy or download it again") from error  # fmt: skip
+        if missing := [name for name in _PARQUET_COLUMNS if name not in names]:
+            raise DataError("The parquet file has no frames", value=f"{self.path} has no column {missing[0]}",
+                            remedy=f"Give one with {', '.join(_PARQUET_COLUMNS)} (X-CANIDS: the folder raw)"
+                            )  # fmt: skip
+        self.labelled = "label" in names
+        self.line_bytes = self.path.stat().st_size / max(frames, 1)
+
+    def _parquet(self) -> Iterator[Recorded]:
+        table, begin = pl.scan_parquet(self.path), 0
+        columns = [*_PARQUET_COLUMNS, *(["label"] if self.labelled else [])]
+        while len(rows := table.select(columns).slice(begin, _PARQUET_BLOCKS * BLOCK_FRAMES).collect()):
+            begin += len(rows)
+            yield from map(_parquet_frames, rows.iter_slices(BLOCK_FRAMES))
 
     def _sqlite(self) -> Iterator[Recorded]:
         # Opened read-only, so that a database in a read-only folder can be read.
@@ -289,6 +319,34 @@ def _sqlite_frames(rows: list[tuple[Any, ...]]) -> Recorded:
     )
 
 
+def _parquet_frames(table: pl.DataFrame) -> Recorded:
+    time = pl.col("timestamp")
+    if table.schema["timestamp"] == pl.Duration:
+        time = time.dt.total_nanoseconds() / 1e9
+    elif table.schema["timestamp"] == pl.Datetime:
+        time = time.dt.timestamp("us") / 1e6
+    can_id, size = pl.col("arbitration_id").cast(pl.Int64, strict=False), pl.col("data").bin.size()
+    required = pl.any_horizontal(pl.col("timestamp", "arbitration_id", "data").is_null())
+    frames = table.select(
+        time.cast(pl.Float64).fill_null(0.0),
+        can_id.fill_null(0).clip(0),
+        pl.col("data").fill_null(b"").bin.head(FD_PAYLOAD_BYTES + 1),
+        wrong=pl.when(required).then(MISSING)
+        .when(~can_id.is_between(0, MAX_CAN_ID)).then(LARGE_ID)
+        .when(pl.col("dlc") != size).then(OTHER_LENGTH)
+        .otherwise(GOOD),
+    )  # fmt: skip
+    return Recorded(
+        timestamp=frames["timestamp"].to_numpy(),
+        can_id=frames["arbitration_id"].to_numpy(),
+        length=frames["data"].bin.size().to_numpy().astype(np.int64),
+        payload=_padded(frames["data"]),
+        channel=np.zeros(len(frames), np.int64),
+        wrong=frames["wrong"].to_numpy(),
+        label=table["label"].fill_null(0).cast(pl.Int64).to_numpy() if "label" in table.columns else None,
+    )
+
+
 def _rows(recorded: Recorded) -> ParsedRows:
     length = recorded.length.astype(np.int64)
     wrong = np.where((recorded.wrong == GOOD) & ~np.isin(length, FD_LENGTHS), NO_LENGTH, recorded.wrong)
@@ -313,7 +371,7 @@ def _rows(recorded: Recorded) -> ParsedRows:
         can_id=recorded.can_id[is_good].astype(np.uint32),
         length=length[is_good].astype(np.uint8),
         payload=np.ascontiguousarray(payload[is_good]),
-        label=None,
+        label=None if recorded.label is None else pl.Series(recorded.label[is_good]).cast(pl.String),
         kind=None,
         channel=pl.Series(recorded.channel[is_good].astype(str).tolist(), dtype=pl.String),
         malformed=malformed,

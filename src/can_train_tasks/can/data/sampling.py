@@ -53,7 +53,7 @@ def sample_data(dataset: CanDatasetSettings, data_root: Path, cache_dir: Path, r
     if (prepared := find_prepared(dataset, logs, cache_dir, reporter)) is not None:
         return prepared
     training = [log for log in logs if log.role != TEST]
-    compressed = {".blf", ".mf4", *(compression.suffix for compression in COMPRESSIONS)}
+    compressed = {".blf", ".mf4", ".parquet", *(compression.suffix for compression in COMPRESSIONS)}
     factors = {log: COMPRESSION if log.path.suffix.lower() in compressed else 1 for log in training}
     if sum(log.path.stat().st_size * factor for log, factor in factors.items()) <= WHOLE_BYTES:
         return _prepare_in_memory(dataset, training, reporter)

@@ -7,9 +7,11 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 
 from can_train.errors import ConfigError, DataError
+from can_train_tasks.can.data import recordings
 from can_train_tasks.can.data.graphs import Frames
 from can_train_tasks.can.data.reading import LogReader
 from can_train_tasks.can.settings import CanDatasetSettings
@@ -200,6 +202,36 @@ def test_a_database_of_another_program_and_a_damaged_one_are_refused(tmp_path: P
     damaged = bytes(WRITERS["sqlite"].write(TRAFFIC))[:6000]  # type: ignore[arg-type]
     with pytest.raises(DataError, match="is no whole SQLITE file"):
         read(written(tmp_path / "drive.db", damaged))
+
+
+def frames_table(size: int) -> pl.DataFrame:
+    """Frames as X-CANIDS has them in parquet."""
+    return pl.DataFrame({
+        "arbitration_id": [0x110 + i % 3 for i in range(size)], "dlc": [i % 9 for i in range(size)],
+        "data": [bytes(range(i % 9)) for i in range(size)], "label": [int(i % 10 == 0) for i in range(size)],
+        "timestamp": pl.Series([i * 1_000_000 for i in range(size)]).cast(pl.Duration("ns")),
+    })  # fmt: skip
+
+
+def test_frames_in_parquet_are_read_with_their_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recordings, "BLOCK_FRAMES", 7)
+    table = frames_table(100)
+    table.write_parquet(tmp_path / "dump6-fabr-110h.parquet")
+    reader, frames = read(tmp_path / "dump6-fabr-110h.parquet")
+    assert (reader.format, reader.labelled, reader.kinds) == ("parquet", True, ["benign", "attack"])
+    np.testing.assert_allclose(frames.timestamp, np.arange(100) / 1000)
+    assert frames.can_id.tolist() == table["arbitration_id"].to_list()
+    assert frames.label.tolist() == table["label"].to_list()
+    payloads = [bytes(row[:size]) for row, size in zip(frames.payload, frames.length, strict=True)]
+    assert payloads == table["data"].to_list()
+
+
+def test_a_table_of_signals_and_a_damaged_table_are_refused(tmp_path: Path) -> None:
+    frames_table(20).drop("data").write_parquet(tmp_path / "dump1.parquet")
+    with pytest.raises(DataError, match=r"has no frames: .*dump1.parquet has no column data\.\n.*the folder raw"):
+        read(tmp_path / "dump1.parquet")
+    with pytest.raises(DataError, match="is no whole parquet file"):
+        read(written(tmp_path / "dump2.parquet", b"PAR1" + bytes(100)))
 
 
 def test_a_compressed_database_is_refused_with_a_remedy(tmp_path: Path) -> None:

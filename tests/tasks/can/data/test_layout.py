@@ -58,6 +58,19 @@ def test_the_older_release_has_one_training_folder(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_sets_of_other_authors_are_found_by_name_without_their_tables_of_signals(tmp_path: Path) -> None:
+    for name in ("X-CANIDS/raw/dump1.parquet", "X-CANIDS/signal/dump1.parquet", "CAN-MIRGU/Benign/Day_1/a.log",
+                 "CAN-MIRGU/Attacks/Real_attacks/b.log"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = {name: [log.path.relative_to(tmp_path).as_posix() for log in by_name(name, tmp_path)]
+             for name in ("x_canids", "can_mirgu")}  # fmt: skip
+    assert found["x_canids"] == ["X-CANIDS/raw/dump1.parquet"]
+    assert found["can_mirgu"] == ["CAN-MIRGU/Attacks/Real_attacks/b.log", "CAN-MIRGU/Benign/Day_1/a.log"]
+    with pytest.raises(MissingDataError, match=r"no folder road or ROAD in .*\n.*zenodo"):
+        by_name("road", tmp_path)
+
+
 def test_a_missing_set_tells_in_a_few_words_where_it_was_looked_for_and_who_publishes_it(tmp_path: Path) -> None:
     with pytest.raises(MissingDataError) as error:
         by_name("hcrl_sa", tmp_path)
@@ -69,7 +82,7 @@ def test_a_missing_set_tells_in_a_few_words_where_it_was_looked_for_and_who_publ
 
 
 def test_an_unknown_name_lists_the_nearest_first(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'hcrl_hc'.\nNearest of 7: hcrl_ch"):
+    with pytest.raises(ConfigError, match=r"'hcrl_hc'.\nNearest of 10: hcrl_ch"):
         by_name("hcrl_hc", tmp_path)
 
 
