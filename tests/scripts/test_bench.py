@@ -159,7 +159,7 @@ def test_a_full_run_says_what_it_has_in_part_and_remakes_the_summary(
 
 
 def test_the_page_has_the_measured_shares_of_named_ids() -> None:
-    page = (RESULTS.parents[2] / "docs" / "results.md").read_text(encoding="utf-8")
+    page = (RESULTS.parents[2] / "docs" / "evaluate.md").read_text(encoding="utf-8")
     alarms = page.partition("## Alarms")[2].partition("\n## ")[0]
     rows = [line for line in alarms.splitlines() if line.startswith("|")]
     assert len(rows) == 5

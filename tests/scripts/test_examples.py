@@ -36,7 +36,7 @@ FIGURES: Final = (r"(?<=\s)-?[\d,.]+(?: min \d+ s| min| s)?(?=\s|$)", "#")
 
 SHORT_PIPELINE: Final = ("--set", "dataset.synthetic.seconds=5", "--no-baselines", "--epochs", "1",
                          "--min-steps-per-epoch", "3")  # fmt: skip
-"""Flags with which the pipeline of docs/results.md takes a tenth of its time."""
+"""Flags with which the pipeline of docs/can-models.md takes a tenth of its time."""
 
 
 def load_example() -> ModuleType:

@@ -32,7 +32,7 @@ peak = next(line for line in Path("/proc/self/status").read_text().splitlines() 
 print(len(frames), peak.split()[1])
 """
 FRAME = b"(1436509052.249713) can0 044#2A366C2BBA\n"
-PEAK_BYTES = 512 * 2**20  # that docs/results.md states
+PEAK_BYTES = 512 * 2**20  # that docs/can-data.md states
 
 
 def zstd(data: bytes) -> bytes:
