@@ -12,20 +12,20 @@ from typing import Any, Final
 from bench.harness import REAL_LOGS, Benchmark, markdown, run_python, train
 
 BENCHMARK: Final = Benchmark(__name__, packages=("torch", "torch_geometric"))
-SEEDS: Final = (0, 1, 2)
-"""Seeds of the simulated bus, which are for judging only: settings were chosen on others."""
+SEEDS: Final = tuple(range(3, 13))
+"""Seeds of the simulated bus. The rarity that rules flag was chosen on seeds 3 to 8; nothing else was chosen here."""
 
 DETECTORS: Final[Mapping[str, tuple[str, ...]]] = {
-    "GAT": (),
-    "without IDs": ("--set", "dataset.identity=false"),
-    "classic features": ("--set", "dataset.features=classic", "--set", "dataset.id_dropout=0"),
+    "GAT": ("--model", "gat"),
+    "without rules": ("--model", "gat", "--set", "mode.rules=false"),
+    "without IDs": ("--model", "gat", "--set", "dataset.identity=false"),
+    "VGAE": ("--model", "vgae"),
 }
+ALARMED: Final = ("GAT", "VGAE")
+"""Detectors whose false events are counted."""
 BASELINES: Final = ("random_forest", "gap_lookup", "silence", "id_lookup")
 RIVALS: Final = ("random_forest", "gap_lookup")
 """Baselines whose difference to the model is shown."""
-
-ALARM_SEEDS: Final = tuple(range(10))
-"""Seeds whose false events are counted: the counts of three seeds alone scatter by their square root."""
 
 ALARMS_PER_HOUR: Final = (15, 60, 240)
 
@@ -36,21 +36,17 @@ def main() -> None:
     """Measures, prints the tables and writes them into RESULTS.md."""
     parser = BENCHMARK.parser()
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
-    parser.add_argument("--alarm-seeds", nargs="+", type=int, default=ALARM_SEEDS)
     parser.add_argument("--size", choices=("student", "teacher"), default="student")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         size = ("--size", options.size)
-        runs = {name: [trained(folder, seed, ("--model", "gat", *size, *more)) for seed in options.seeds]
-                for name, more in DETECTORS.items()}  # fmt: skip
+        runs = {name: [trained(folder, seed, (*words, *size)) for seed in options.seeds]
+                for name, words in DETECTORS.items()}  # fmt: skip
         judged = {name: [tests_of(json.loads((run / "result.json").read_text())) for run in several]
                   for name, several in runs.items()}  # fmt: skip
-        alarmed = {name: [trained(folder, seed, ("--model", name.lower(), *size)) for seed in options.alarm_seeds]
-                   for name in ("GAT", "VGAE")}  # fmt: skip
-        alarms, real = alarm_table(alarmed), real_table(folder)
-    BENCHMARK.finish(options, seeds=len(options.seeds), alarm_seeds=len(options.alarm_seeds), table=table(judged),
-                     alarms=alarms, real=real)  # fmt: skip
+        alarms, real = alarm_table({name: runs[name] for name in ALARMED}), real_table(folder)
+    BENCHMARK.finish(options, seeds=len(options.seeds), table=table(judged), alarms=alarms, real=real)
 
 
 def trained(folder: Path, seed: int, words: Sequence[str]) -> Path:
@@ -90,13 +86,13 @@ def false_events_per_hour(run: Path, asked: int) -> float:
 
 def table(judged: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Returns a table with a row for each test folder."""
-    rows = [["test folder", *judged, *BASELINES, *(f"GAT − {rival}" for rival in RIVALS)]]
+    rows = [["test folder", *judged, *BASELINES, *(f"GAT − {rival}" for rival in RIVALS), "no baseline above"]]
     gat = judged["GAT"]
     for name in gat[0]:
         models = [spread([tests[name]["model"]["mcc"] for tests in several]) for several in judged.values()]
         baselines = [spread([tests[name]["baselines"][each]["mcc"] for tests in gat]) for each in BASELINES]
         compared = [signs([tests[name]["differences"].get(rival) for tests in gat]) for rival in RIVALS]
-        rows.append([name, *models, *baselines, *compared])
+        rows.append([name, *models, *baselines, *compared, unbeaten([tests[name]["differences"] for tests in gat])])
     return markdown(rows)
 
 
@@ -105,6 +101,13 @@ def spread(values: Sequence[float]) -> str:
     if min(values) == max(values):
         return f"{values[0]:.2f}"
     return f"{mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def unbeaten(differences: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
+    """Counts the seeds at which no baseline's MCC is above the model's, by the interval of the difference."""
+    counted = [not any(each["high"] is not None and each["high"] < 0 for each in several.values())
+               for several in differences]  # fmt: skip
+    return f"{sum(counted)} of {len(counted)}"
 
 
 def signs(differences: Sequence[Mapping[str, Any] | None]) -> str:

@@ -45,6 +45,7 @@ LINES = {
     "evaluate": ["evaluate RUN DIRS", "evaluate FOLDER", "evaluate RUN --dataset synthetic DIRS"],
     "predict": ["predict RUN DIRS", "predict FOLDER"],
     "detect": ["detect RUN DIRS", "detect FOLDER"],
+    "signals": ["signals LOG"],
     "export": ["export RUN HTML.pt DIRS", "export FOLDER HTML.pt"],
     "explain": ["explain RUN DIRS", "explain RUN --json DIRS", "explain FOLDER"],
     "diff": ["diff RUN RUN DIRS", "diff RUN OTHER --json DIRS", "diff FOLDER FOLDER"],
