@@ -45,7 +45,6 @@ _RUN_COLORS: Final = 6  # without grey
 _STRETCHES: Final = 100  # points of the training loss of each of several runs
 _BINS: Final = 10  # of scores, in a calibration
 _EXTREMES: Final = 5  # samples at each end of the scores
-_LEAST_RUNS: Final = 3  # of a chart of safety factors: fewer are no course
 _SMALLEST: Final = 0.004  # share of a peak: parts below it are added up
 _SECONDS: Final = ((7200.0, 3600.0, "h"), (300.0, 60.0, "min"), (0.0, 1.0, "s"))  # from, unit, its name
 
@@ -268,9 +267,9 @@ def _held(limits: Sequence[MemoryLimits], last: int, value_of: Any) -> list[Poin
 
 
 def factor_chart(summary: FactorSummary, run_id: str = "") -> Chart | None:
-    """Draws the factor of each run and the peak that it reached; `run_id` is pointed out. None below three runs."""
+    """Draws the factor of each run and the peak that it reached; `run_id` is pointed out. None without runs."""
     runs = summary.runs
-    if len(runs) < _LEAST_RUNS:
+    if not runs:
         return None
     factors: list[Point] = [(number, run.factor) for number, run in enumerate(runs, 1)]
     peaks: list[Point] = [(number, run.peak) for number, run in enumerate(runs, 1) if run.peak is not None]

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from can_train.runs.recording import MemoryLimits, StepRecord
     from can_train.task import Predictions
 
+_LEAST_FACTOR_RUNS: Final = 3  # of a chart of safety factors: fewer are no course
 _LARGEST_PARTS: Final = 12  # rows of the table
 _MOST_RESCUES: Final = 200  # lines of a log
 _RESCUE: Final = re.compile(r"note: step (\d{1,18}): memory ran out ")
@@ -276,9 +277,10 @@ def _plan(run: ReportedRun) -> str:
 
 def _factor(run: ReportedRun) -> str:
     history = run.history
-    chart = figures.factor_chart(history, run.run.status.known.run_id) if history else None
     if history is None or not history.runs:
         return _missing("Nothing is known of this configuration's safety factor in the state folder.")
+    drawn = len(history.runs) >= _LEAST_FACTOR_RUNS
+    chart = figures.factor_chart(history, run.run.status.known.run_id) if drawn else None
     factor = "none" if history.factor is None else f"{history.factor:.3f}"
     return f"<p>The next run's factor is {factor}: {escape(history.reason)}.</p>" + _figures([chart] if chart else [])
 
