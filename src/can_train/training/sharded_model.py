@@ -107,6 +107,9 @@ def plan_model(
         made, error = _with_whole_or_error(parts, make, model)
         if made is not None:
             return made
+        if error is not None and parts.task.reference_models():
+            # Shards make no room for the models that the task consults, which may be what did not fit.
+            raise error
         # Its weights are not on the host any more, and planning may have changed its buffers.
         model = _model_on_host(parts, is_new=is_new)
         parts.meter.release()
