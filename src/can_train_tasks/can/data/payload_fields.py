@@ -149,9 +149,7 @@ def _paged(seen: _Bits, free: NDArray[np.bool_], multiplexer: Field) -> list[Fie
 def _counters(seen: _Bits, free: NDArray[np.bool_]) -> Iterator[Field]:
     taken = ~free
     for start, stop in _places(len(free), (16, 8, 4)):
-        if taken[start:stop].any() or not free[start + (8 if stop - start == 16 else 0) : stop].all():
-            continue
-        if stop - start == 16 and not free[start:stop].any():
+        if taken[start:stop].any():
             continue
         field = Field(start=start, stop=stop, kind=COUNTER, high=(1 << (stop - start)) - 1)
         steps = np.concatenate([np.diff(field.read(part)) % (1 << field.width) for part in seen.payloads])
@@ -205,19 +203,20 @@ def _negative_sum(others: Payloads, observed: NDArray[np.uint8]) -> NDArray[np.u
     return difference
 
 
-def _crc8(generator: int) -> Callable[[Payloads, NDArray[np.uint8]], NDArray[np.uint8]]:
+def crc8(columns: Sequence[NDArray[np.uint8]], generator: int, start: int = 0) -> NDArray[np.uint8]:
+    """Returns the CRC-8 [M] of rows of bytes, given as columns [M], from the initial value `start`."""
     table = np.arange(256)
     for _ in range(8):
         table = (table << 1) ^ np.where(table & 0x80, 0x100 | generator, 0)
     steps = table.astype(np.uint8)
+    value = np.full(len(columns[0]), start, np.uint8)
+    for column in columns:
+        value = steps[value ^ column]
+    return value
 
-    def difference(others: Payloads, observed: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        value = np.zeros(len(others), np.uint8)
-        for column in others.T:
-            value = steps[value ^ column]
-        return value ^ observed
 
-    return difference
+def _crc8(generator: int) -> Callable[[Payloads, NDArray[np.uint8]], NDArray[np.uint8]]:
+    return lambda others, observed: crc8([*others.T], generator) ^ observed
 
 
 CHECKSUMS: Final[dict[str, Callable[[Payloads, NDArray[np.uint8]], NDArray[np.uint8]]]] = {

@@ -19,7 +19,7 @@ from can_train.config.resolved import ResolvedRun
 from can_train.errors import RunError
 from can_train.io.units import shortened
 from can_train.reporter import TextTable
-from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints, counted
+from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints, counted
 from can_train_tasks.can.evaluation import metrics
 from can_train_tasks.can.evaluation.baselines import FOREST_SEEDS, BaselineOptions, Baselines, fit_baselines
 from can_train_tasks.can.evaluation.bursts import (
@@ -209,6 +209,8 @@ def judge(
     """
     is_attack = flat.label[split.validation] > 0
     rules = Rules.fit(flat, split) if options.rules else None
+    parts = {"": split.validation, **split.test}
+    rarities = {} if rules is None else {part: rules.window_rarities(flat, rows) for part, rows in parts.items()}
 
     def threshold_of(detector: ModelScores) -> metrics.Threshold:
         fpr = options.validation_fpr
@@ -219,7 +221,7 @@ def judge(
         check_scores(detector_scores)
         detector = Detector(detector_scores, threshold_of(detector_scores))
         if rules is not None:
-            raised = _raised(flat, split, detector, rules)
+            raised = _raised(detector, rarities, flat.label[split.validation] == 0)
             detector = Detector(raised, threshold_of(raised))
         detectors[name] = detector
     judgement = judge_at(flat, split, detectors, own_baselines(flat, split, options), options.hold)
@@ -235,17 +237,18 @@ def judge(
     return judgement
 
 
-def _raised(flat: FlatGraphs, split: Split, detector: Detector, rules: Rules) -> ModelScores:
-    """Raises a network's scores where the rules find a window rare."""
-    scores, rows = detector.scores, split.validation
-    scale = RuleScale.of(scores.validation[flat.label[rows] == 0], detector.threshold.value)
+def _raised(detector: Detector, rarities: Mapping[str, Floats], benign: Bools) -> ModelScores:
+    """Raises a network's scores by the rarities of windows: of validation (""), of which some are `benign`, and of each
+    test folder.
+    """
+    scores = detector.scores
+    scale = RuleScale.of(scores.validation[benign], detector.threshold.value)
     return replace(
         scores,
-        validation=scale.raised(scores.validation, rules.window_rarities(flat, rows)),
-        test={folder: scale.raised(score, rules.window_rarities(flat, split.test[folder]))
-              for folder, score in scores.test.items()},
+        validation=scale.raised(scores.validation, rarities[""]),
+        test={folder: scale.raised(score, rarities[folder]) for folder, score in scores.test.items()},
         rule_scale=scale,
-    )  # fmt: skip
+    )
 
 
 def own_baselines(flat: FlatGraphs, split: Split, options: JudgingOptions) -> Baselines:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from can_train_tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Floats, Ints
+from can_train_tasks.can.data.payload_fields import crc8
 
 _T = TypeVar("_T")
 
@@ -159,21 +160,10 @@ def write_checksum(message: Message, payload: NDArray[np.uint8]) -> None:
 
 def _checksum(kind: Checksum, columns: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
     if kind in _CRC8_POLYNOMIALS:
-        return _crc8(columns, _CRC8_POLYNOMIALS[kind])
+        return crc8(columns, _CRC8_POLYNOMIALS[kind], _CRC8_START) ^ np.uint8(_CRC8_START)
     combine = np.add if kind is Checksum.SUM else np.bitwise_xor
     combined: NDArray[np.uint8] = combine.reduce(columns, dtype=np.uint8)
     return combined
-
-
-def _crc8(columns: Sequence[NDArray[np.uint8]], polynomial: int) -> NDArray[np.uint8]:
-    table = np.arange(256)
-    for _ in range(8):
-        table = (table << 1) ^ np.where(table & 0x80, 0x100 | polynomial, 0)
-    steps = table.astype(np.uint8)
-    value = np.full(len(columns[0]), _CRC8_START, np.uint8)
-    for column in columns:
-        value = steps[value ^ column]
-    return value ^ np.uint8(_CRC8_START)
 
 
 def _make_vehicle(rng: np.random.Generator, *, shared: Ints, reserved: Ints) -> Vehicle:
