@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from can_train_tasks.can.data.digests import crc8
 from can_train_tasks.can.data.graphs import Floats, Ints
 
 COUNTER, CHECKSUM, MULTIPLEXER, FLAG, VALUE, OPAQUE = "counter", "checksum", "multiplexer", "flag", "value", "opaque"
@@ -201,18 +202,6 @@ def _sum(others: Payloads, observed: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def _negative_sum(others: Payloads, observed: NDArray[np.uint8]) -> NDArray[np.uint8]:
     difference: NDArray[np.uint8] = observed + others.sum(axis=1, dtype=np.uint8)
     return difference
-
-
-def crc8(columns: Sequence[NDArray[np.uint8]], generator: int, start: int = 0) -> NDArray[np.uint8]:
-    """Returns the CRC-8 [M] of rows of bytes, given as columns [M], from the initial value `start`."""
-    table = np.arange(256)
-    for _ in range(8):
-        table = (table << 1) ^ np.where(table & 0x80, 0x100 | generator, 0)
-    steps = table.astype(np.uint8)
-    value = np.full(len(columns[0]), start, np.uint8)
-    for column in columns:
-        value = steps[value ^ column]
-    return value
 
 
 def _crc8(generator: int) -> Callable[[Payloads, NDArray[np.uint8]], NDArray[np.uint8]]:

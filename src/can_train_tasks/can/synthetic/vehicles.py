@@ -11,8 +11,8 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from can_train_tasks.can.data.digests import crc8
 from can_train_tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Floats, Ints
-from can_train_tasks.can.data.payload_fields import crc8
 
 _T = TypeVar("_T")
 
