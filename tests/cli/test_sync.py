@@ -1,6 +1,7 @@
 """Runs are copied by rsync, listed where they were copied to as where they were trained, and archived."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,11 @@ def test_a_damaged_record_of_a_copy_tells_nothing(
 
 
 def test_an_archived_run_is_only_there(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Older than the copy and closed to others, as runs of yesterday are.
+    (run,) = (tmp_path / "runs").glob("*-0002")
+    run.chmod(0o700)
+    for path in (*run.rglob("*"), run):
+        os.utime(path, (1_700_000_000, 1_700_000_000))
     line = ("archive", "0002", str(tmp_path / "copies"), *runs.flags)
     assert "Add --yes" in said(capsys, *line, code=2)
     assert "Deleted 1 run here" in said(capsys, *line, "--yes")

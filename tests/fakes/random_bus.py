@@ -1,6 +1,6 @@
 """Frames of a made-up bus, and the graphs they become."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +49,16 @@ def write_log(path: Path, frames: Frames) -> Path:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("timestamp,arbitration_id,data_field,attack\n" + text)
+    return path
+
+
+def write_candump(path: Path, frames: Frames, names: Mapping[int, int]) -> Path:
+    """Writes frames as candump does, with 29-bit IDs; `names` gives the n-th smallest ID another name."""
+    known = np.unique(frames.can_id)
+    renamed = {int(known[index]): name for index, name in names.items()}
+    rows = zip(frames.timestamp, frames.can_id.tolist(), frames.payload, strict=True)
+    text = "".join(f"({time:.6f}) can0 {renamed.get(i, i):08X}#{bytes(data).hex().upper()}\n" for time, i, data in rows)
+    path.write_text(text)
     return path
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from can_train.cli.main import main
 from fakes.lightning_warnings import QUIET_LIGHTNING
-from fakes.random_bus import random_frames, write_log
+from fakes.random_bus import random_frames, write_candump, write_log
 from guards.sources import PACKAGE
 
 ROOT = PACKAGE.parents[1]
@@ -73,6 +73,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         write_log(folder / "path" / "to" / name, random_frames(4_000, number))
     for name, text in FILES.items():
         (folder / name).write_text(text)
+    for name in ("drive.log", "monday.log", "tuesday.log"):
+        write_candump(folder / name, random_frames(4_000), {0: 0x0CF00400})
     log = (folder / "path" / "to" / "log.csv").read_text()
     (folder / "path" / "to" / "other.csv").write_text(log.replace("arbitration_id", "ecu_address", 1))
     once = ["--dataset", "synthetic", *SMALL, "--epochs", "1", "--batch-size", "64"]

@@ -57,8 +57,9 @@ def archive(
     total = f"{counted(len(known), 'run')} here, {size_text(sum(folder_size(run.folder.path) for run in known))}"
     ask_to_delete(total, yes=yes, can_ask=not as_json)
     _copy(locator, statuses, place, as_json=as_json)
-    # By content: what is deleted here must be there.
-    differing = _rsync(["--checksum", "--dry-run", "--itemize-changes"], [run.folder.path for run in known], place)
+    # By content: what is deleted here must be there. The time of a folder changes when the facts are added to it.
+    differing = _rsync(["--checksum", "--omit-dir-times", "--dry-run", "--itemize-changes"],
+                       [run.folder.path for run in known], place)  # fmt: skip
     if differing.strip():
         raise RunError("The copies differ, and nothing was deleted here", value=differing.splitlines()[0],
                        remedy="Give the same line again")  # fmt: skip
@@ -89,7 +90,8 @@ def _copy(locator: RunLocator, statuses: Sequence[RunStatus], place: str, *, as_
             write_document(Path(beside) / name / COPY, _describe(status, labels.get(name, RunLabels())))
         # First the run: a copy without the facts is a run, too.
         _rsync([], [status.known.folder.path for status in statuses], place)
-        _rsync([], [Path(beside) / status.known.run_id for status in statuses], place)
+        # The folder there has the mode of the run's folder, not of this one.
+        _rsync(["--omit-dir-times", "--no-perms"], [Path(beside) / status.known.run_id for status in statuses], place)
     if as_json:
         print_json([{"run_id": status.known.run_id, "place": place} for status in statuses])
         return
