@@ -9,6 +9,7 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.config.resolved import plain_from_yaml
+from can_train.runs.registry import Registry
 from can_train.runs.run_folder import RunFolder
 from can_train.runs.trials import TrialRun
 from fakes.own_tasks import CLASSIFIER, write_task
@@ -48,6 +49,12 @@ def test_each_trial_is_a_run_with_its_values(own: tuple[str, ...], tmp_path: Pat
         assert trial.has_finished
         assert sorted(trial.curve) == [1, 2, 3]
         assert json.loads((trial.folder.path / "changed_settings.json").read_text())["training.lr"]
+    labels = {run.run_id: run.label for run in Registry(tmp_path / "state").runs()}
+    assert labels == {
+        trial.folder.run_id: f"lr={trial.trial.values['training.lr']} hidden={trial.trial.values['task.hidden']}"
+        for trial in made.values()
+        if trial.trial.values
+    }
     assert len({trial.trial.values["training.lr"] for trial in made.values() if trial.trial.values}) == 4
     assert "4 trials for the lowest validation loss, Bayesian (tpe)\n  training.lr: 1e-05 to 0.1, logarithmic" in out
     # The table: the best first.

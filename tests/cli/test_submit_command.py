@@ -8,14 +8,19 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from can_train.cli.main import main
 from can_train.config.resolved import plain_from_yaml
+from can_train.config.settings import ClusterSettings
 from can_train.errors import DOES_NOT_FIT
 from can_train.runs.registry import Registry
+from can_train.runs.run_folder import RunFolder
+from can_train.runs.trials import TrialRun
+from can_train.slurm.job import name_job
 from fakes.made_runs import begin, end
 
 TRAIN = ("--model", "gat", "--dataset", "synthetic")
@@ -549,8 +554,10 @@ def test_without_an_answer_of_slurm_what_is_known_is_said_in_time(
     assert time.monotonic() - begun < 5
 
 
-def hanging_sbatch(slurm: Path, monkeypatch: pytest.MonkeyPatch, *, taken: str) -> None:
-    """An sbatch that never answers; the queue then has a job 77 that writes its log where `taken` says."""
+def hanging_sbatch(slurm: Path, monkeypatch: pytest.MonkeyPatch, *, taken: str, label: str = "") -> None:
+    """An sbatch that never answers; the queue then has a job 77 that writes its log where `taken` says, and whose first
+    element has started and given itself a label.
+    """
     monkeypatch.setattr("can_train.slurm.client.SUBMIT_TIMEOUT_S", 0.5)
     monkeypatch.setattr("can_train.slurm.submit.SUBMIT_TIMEOUT_S", 0.5)
     partitions = (slurm / "bin" / "scontrol").read_text().splitlines()[1]
@@ -558,7 +565,8 @@ def hanging_sbatch(slurm: Path, monkeypatch: pytest.MonkeyPatch, *, taken: str) 
         "sbatch": f'echo "$1" > {slurm}/script; cat "$1" >> {slurm}/sent; exec /bin/sleep 60',
         "scontrol": f"""test "$2" = job || {{ {partitions}; exit; }}
             read -r script < {slurm}/script; echo "JobId=$4 Command=x StdOut={taken}/$4_0_log.out" """,
-        "squeue": "case $* in *--name=*) echo 77;; esac",
+        "squeue": f"""case $* in *%F*) while read -r line; do
+            case $line in *--job-name=*) echo "77|{label}${{line#*=}}";; esac; done < {slurm}/sent;; esac""",
         "scancel": f'echo "$*" >> {slurm}/cancelled',
     }
     for name, script in scripts.items():
@@ -581,7 +589,7 @@ def test_a_job_that_slurm_took_without_an_answer_is_found_by_its_name(
 def test_an_array_that_slurm_took_without_an_answer_is_found_too(
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hanging_sbatch(slurm, monkeypatch, taken="${script%/*}")
+    hanging_sbatch(slurm, monkeypatch, taken="${script%/*}", label="seed=1_")
     submit(capsys, "--set", "training.seed=1,2")
     registry = Registry(slurm / "state")
     assert [registry.jobs(run.run_id)[0].job_id for run in registry.runs()] == ["77_0", "77_1"]
@@ -608,6 +616,40 @@ def test_a_job_that_was_taken_unseen_is_taken_back_before_its_run_is_submitted_a
     (slurm / "bin" / "sbatch").write_text(sbatch)
     assert main(("resume", "last")) == 0
     assert (slurm / "cancelled").read_text() == "77\n"
+
+
+def test_a_trial_names_its_job_when_its_values_are_chosen(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = submit(capsys, "--set", "training.lr=interval(1e-4,1e-1)", "--trials", "2", "--time", "90min")
+    assert "asked for  1 × GPU, 2 processors a rank, 2000M, at most 1:30:00" in told
+    assert "At most 1 train at once (--max-parallel)" in told
+    run = Registry(slurm / "state").runs()[0]
+    folder = RunFolder(Path(run.path))
+    trial = TrialRun.of(folder)
+    assert trial is not None
+    TrialRun(folder, replace(trial.trial, values={"training.lr": 0.01})).write()
+    (slurm / "bin" / "scontrol").write_text(f'#!/bin/sh\necho "$*" >> {slurm}/asked\n')
+    environment = {"SLURM_JOB_ID": "41", "SLURM_JOB_NAME": run.sweep, "SUBMITIT_EXECUTOR": "slurm"}
+    named_by_label = f"update JobId=41 JobName=lr=0.01_{run.sweep}\n"
+    # The variables that the job has, and its name after its start.
+    for changed, asked in (
+        ({}, named_by_label),
+        ({"SLURM_JOB_NAME": f"lr=0.01_{run.sweep}"}, ""),
+        ({"SUBMITIT_EXECUTOR": "local"}, ""),
+        ({"CAN_TRAIN_PACKED": "2"}, ""),
+    ):
+        for name, value in (environment | changed).items():
+            monkeypatch.setenv(name, value)
+        (slurm / "asked").write_text("")
+        name_job(folder, ClusterSettings(), slurm / "state")
+        assert (slurm / "asked").read_text() == asked, changed
+    monkeypatch.delenv("CAN_TRAIN_PACKED")
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    name_job(folder, ClusterSettings(job_name="mine"), slurm / "state")
+    assert (slurm / "asked").read_text() == ""
+    assert main(("runs", "--columns", "sweep,label")) == 0
+    assert f"{run.sweep} lr=0.01" in capsys.readouterr().out
 
 
 def test_runs_of_a_sweep_share_a_gpu_and_are_cancelled_together(

@@ -46,8 +46,8 @@ def logs(
                               remedy="Name one of its runs: can-train status lists the failed ones")  # fmt: skip
         _print_ends(run_statuses([known_run, *others], locator.registry, slurm))
         return
-    if known_run.record.label:
-        _note(f"Run {known_run.run_id}: {known_run.record.label}")
+    if known_run.label:
+        _note(f"Run {known_run.run_id}: {known_run.label}")
     if follow:
         state = _follow(locator, known_run, rank).state
         _note(f"Run {known_run.run_id}: {state}")
@@ -64,9 +64,9 @@ def logs(
 def _print_ends(statuses: Sequence[RunStatus]) -> None:
     """Prints the last lines of the log of each run, the failed runs last, where a terminal shows them."""
     for status in sorted(statuses, key=has_failed):
-        record = status.known.record
-        log = run_logs(status.facts, status.known)[-1]
-        _note(f"{short_name(record.run_id)} {record.label}: {status.state}")
+        known = status.known
+        log = run_logs(status.facts, known)[-1]
+        _note(f"{short_name(known.run_id)} {known.label}: {status.state}")
         print_log("".join(f"{line}\n" for line in _OF_SUBMITIT.sub("", read_tail(log)).splitlines()[-_END_LINES:]))
 
 

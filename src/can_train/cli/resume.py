@@ -213,9 +213,10 @@ def _resume_all(
 
 @dataclass(frozen=True, kw_only=True)
 class _Again:
-    """The request of a run that goes on."""
+    """The request of a run that goes on; `sweep` is the name of its sweep or search, or its key."""
 
     folder: RunFolder
+    sweep: str
     cluster: "ClusterSettings"
     submission: "Submission"
     code: Path
@@ -261,7 +262,8 @@ def _submit_group(group: "Sequence[_Again]", locator: RunLocator) -> "list[JobRe
 
     submission = group[0].submission
     if len(group) > 1:
-        submission = replace(submission, sweep=new_run_id("sweep"))
+        # The elements of an array begin with one name.
+        submission = replace(submission, name=group[0].sweep, sweep=new_run_id("sweep"))
     with ExitStack() as locks:
         for again in group:
             locks.enter_context(again.folder.locked(doing="submitted"))
@@ -337,6 +339,7 @@ def _submit_again(status: "RunStatus", locator: RunLocator, *, keeps_memory: boo
 def _request_again(status: "RunStatus", locator: RunLocator, *, keeps_memory: bool) -> _Again:
     from can_train.config.compose import from_plain
     from can_train.runs.status import run_statuses
+    from can_train.runs.trials import place_in_sweep
     from can_train.slurm.script import Submission
     from can_train.slurm.snapshot import code_of
     from can_train.slurm.submission_plan import dependency_on
@@ -348,9 +351,11 @@ def _request_again(status: "RunStatus", locator: RunLocator, *, keeps_memory: bo
     awaited_runs = [earlier for earlier in locator.runs() if earlier.run_id in awaited] if awaited else []
     parents = run_statuses(awaited_runs, locator.registry, slurm) if awaited else []
     dependency = dependency_on(parents, settings.cluster.executor, settings.cluster.clusters)
-    submission = Submission(name=settings.key, state_dir=locator.state_folder, dependency=dependency, reason="resumed")
+    name = place_in_sweep(status.known.record, folder).job_name or settings.key
+    submission = Submission(name=name, state_dir=locator.state_folder, dependency=dependency, reason="resumed")
     cluster = settings.cluster
     if keeps_memory and (memory := str(status.facts.jobs[-1].resources.get("mem", ""))):
         # It may have been submitted again with more memory since its configuration was written.
         cluster = replace(cluster, mem=memory, mem_per_gpu="")
-    return _Again(folder=folder, cluster=cluster, submission=submission, code=code_of(folder.path))
+    return _Again(folder=folder, cluster=cluster, submission=submission, code=code_of(folder.path),
+                  sweep=status.known.record.sweep or settings.key)  # fmt: skip

@@ -249,7 +249,7 @@ def _status_lines(status: RunStatus) -> list[str]:
         "folder": str(status.known.folder.path),
         "log": str(log) if is_file(log) else "",
         "after": record.after,
-        "sweep": f"{record.sweep}  {record.label}".rstrip(),
+        "sweep": f"{record.sweep}  {status.known.label}".rstrip(),
         "changed": "; ".join(map(change_text, status.known.folder.changes())),
         "to go on": f"can-train resume {name_to_type(status.known.folder)}" if is_resumable else "",
     }
@@ -299,8 +299,7 @@ def _print_sweep(name: str, statuses: Sequence[RunStatus], *, as_json: bool) -> 
 
 
 def _run_name(status: RunStatus) -> str:
-    record = status.known.record
-    return f"{short_name(record.run_id)} {record.label}".strip()
+    return f"{short_name(status.known.run_id)} {status.known.label}".strip()
 
 
 def _nodes_text(nodes: Mapping[str, int]) -> str:
@@ -429,7 +428,7 @@ _OF_RUN: Final[dict[str, Callable[[RunList, KnownRun], Any]]] = {
     "why": lambda listed, run: listed.figures(run).why,
     "key": lambda listed, run: run.record.key,
     "sweep": lambda listed, run: run.record.sweep,
-    "label": lambda listed, run: run.record.label,
+    "label": lambda listed, run: run.label,
     "tags": lambda listed, run: " ".join(listed.labels_of(run).tags),
     "note": lambda listed, run: listed.labels_of(run).note,
     "folder": lambda listed, run: run.path,

@@ -174,10 +174,9 @@ class TrialHere:
 
     def make(self, run: ResolvedRun, reporter: Reporter, changed: Changed) -> RunFolder:
         """Makes the folder of its run."""
-        values = " ".join(text.rpartition(".")[2] for text in self.assignments)
-        sweep = SweepRun(name=self._folder.search.name, label=values)
-        folder = make_run(run, reporter, changed, run_id=self._run_id, sweep=sweep)
         trial = Trial(search=str(self._folder.path.absolute()), number=self._number, values=self._values)
+        sweep = SweepRun(name=self._folder.search.name, label=trial.label)
+        folder = make_run(run, reporter, changed, run_id=self._run_id, sweep=sweep)
         TrialRun(folder, trial).write()
         return folder
 
@@ -265,8 +264,8 @@ def submit_trials(
             if number in numbers and not run.path.is_dir():
                 folder.discard(number)
     if not as_json:
-        print_jobs(runs[0], jobs, expects)
-        at_once = f"At most {runs[0].cluster.max_parallel} train at once (--max-parallel)"
+        print_jobs(group[0].run, jobs, expects)
+        at_once = f"At most {group[0].run.cluster.max_parallel} train at once (--max-parallel)"
         print_wrapped(f"{at_once}, so that later trials learn from earlier ones.")
     objects = [job_json(job, RunFolder(base.runs_dir / job.run_id)) for job in jobs]
     _print_next(planned, objects, as_json=as_json)

@@ -101,8 +101,8 @@ def _copy(locator: RunLocator, statuses: Sequence[RunStatus], place: str, *, as_
 
 
 def _describe(status: RunStatus, labels: RunLabels) -> CopyRecord:
-    record = status.known.record
-    return CopyRecord(run_id=record.run_id, key=record.key, made=record.time, sweep=record.sweep, label=record.label,
+    record, label = status.known.record, status.known.label
+    return CopyRecord(run_id=record.run_id, key=record.key, made=record.time, sweep=record.sweep, label=label,
                       state=status.state.state, sentence=status.state.sentence, tags=[*labels.tags], note=labels.note,
                       time=utc_now(), host=this_host())  # fmt: skip
 

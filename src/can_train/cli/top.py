@@ -70,7 +70,7 @@ def make_row(status: RunStatus) -> tuple[str, ...]:
     left_s = (steps - step) / rate if rate and steps and step is not None else None
     last = parse_object(read_tail(status.known.folder.path / "steps.jsonl").rstrip().rpartition("\n")[2])
     loss = number_or_none(last.get("loss"))
-    what = record.label or record.key
+    what = status.known.label or record.key
     # The word of SLURM, which has room in the list; the opened run has the sentence.
     row = live_row(status.facts)
     what = f"{row.reason}: {what}" if not is_running and row and row.reason else what

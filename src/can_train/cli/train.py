@@ -690,7 +690,9 @@ def _continue(
 ) -> "Outcome | None":
     """Trains as one of the processes that `join` connects, given the run's device; the first returns the outcome."""
     from can_train.config.compose import from_plain
+    from can_train.config.resolved import state_dir
     from can_train.runs.run_folder import relocate_prerequisites, without_missing_prerequisites
+    from can_train.slurm.job import name_job
     from can_train.training.train import train_on
 
     plain = folder.config()
@@ -698,6 +700,8 @@ def _continue(
     if folder.trial_path.is_file():
         plain = _decided(folder, reporter, ranks)
     run, notices = without_missing_prerequisites(relocate_prerequisites(from_plain(plain), folder.path))
+    if ranks.is_first:
+        name_job(folder, run.cluster, state_dir(run.paths))
     for notice in notices:
         reporter.notice(notice)
     had_finished = folder.result_path.exists()

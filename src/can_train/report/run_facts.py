@@ -77,7 +77,7 @@ def run_json(status: RunStatus) -> dict[str, Any]:
         "made": record.time,
         "after": record.after or None,
         "sweep": record.sweep or None,
-        "label": record.label or None,
+        "label": status.known.label or None,
         "dataset": mapping(config.get("dataset")).get("name"),
         "dataset_path": mapping(config.get("dataset")).get("path") or None,
         "model": config.get("model_name"),

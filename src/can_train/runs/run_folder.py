@@ -51,6 +51,8 @@ _YEAR_LENGTH: Final = 4
 _TAIL_LENGTH: Final = 4
 _ID: Final = re.compile(r"\w[\w@%+=,.-]*")  # no character is special to a shell or a terminal
 _NOT_IN_ID: Final = re.compile(r"[^\w@%+=,.-]+")
+_NOT_IN_JOB_NAME: Final = re.compile(r"[^\w@%+=.-]+")
+_MOST_LABEL: Final = 80  # characters of a label in the name of a job
 
 _CHANGES: Final = "changes.json"  # in a run's folder: changes that `resume` made to the configuration
 _CHANGED: Final = "changed_settings.json"  # in a run's folder: settings that differ from the presets
@@ -414,6 +416,17 @@ class SweepRun:
 
     name: str = ""
     label: str = ""
+
+    @property
+    def job_name(self) -> str:
+        """Name of the run's job in the queue, the label first: `squeue` shows 8 characters by default. Empty: no label.
+
+        >>> SweepRun(name="sweep-lr-seed-1a2b", label="lr=0.01 seed=2").job_name
+        'lr=0.01_seed=2_sweep-lr-seed-1a2b'
+        """
+        # A comma separates names in `squeue --name`.
+        label = _NOT_IN_JOB_NAME.sub("_", self.label)[:_MOST_LABEL]
+        return f"{label}_{self.name}" if label else ""
 
 
 _NO_SWEEP: Final = SweepRun()

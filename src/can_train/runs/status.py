@@ -21,6 +21,7 @@ from can_train.runs.registry import JobRecord, Registry, RunRecord
 from can_train.runs.run_folder import CONFIG, RunFolder, is_run_id, may_be_called, short_name, split_run_id
 from can_train.runs.run_state import CAUSES, LIVE, AttemptFacts, RunFacts, RunState, infer_run_state, slurm_jobs
 from can_train.runs.scheduler import AccountRow, NoControllerError, QueueRow, Scheduler
+from can_train.runs.trials import place_in_sweep
 
 LAST: Final = "last"
 """Name of the newest run on a command line."""
@@ -84,6 +85,11 @@ class KnownRun:
         """The run's id."""
         return self.record.run_id
 
+    @cached_property
+    def label(self) -> str:
+        """The run's values of the settings that vary in its sweep or search; empty: it is in none."""
+        return place_in_sweep(self.record, self.folder).label
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunProgress:
@@ -146,7 +152,7 @@ def run_statuses(runs: Iterable[KnownRun], registry: Registry, scheduler: Schedu
             # SLURM reuses numbers after its state was lost, or above its largest number: a job of the number may belong
             # to somebody else. A person may have renamed the job.
             foreign = {job for record in facts.jobs if (job := record.slurm_job) is not None
-                       and {row.name for row in queue.get(job, ())} - {"", facts.run.key, facts.run.sweep}
+                       and any(not _is_named_for(facts.run, row.name) for row in queue.get(job, ()))
                        and not _is_own(job, record, scheduler, otherwise=True)}  # fmt: skip
             jobs = [job for job in slurm_jobs(facts) if job not in foreign]
             silent, unnamed = dict(answer.silent), [job.number for job in jobs if not job.cluster]
@@ -186,6 +192,11 @@ def _with_clusters(facts: RunFacts, local: str, answered: Collection[JobId], sch
     attempts = [replace(attempt, start=replace(attempt.start, cluster=local)) if attempt.start.slurm_job in here
                 else attempt for attempt in facts.attempts]  # fmt: skip
     return replace(facts, jobs=jobs, attempts=attempts)
+
+
+def _is_named_for(run: RunRecord, name: str) -> bool:
+    """Returns whether a job has a name that can-train gives a job of a run (`SweepRun.job_name`)."""
+    return name in ("", run.key, run.sweep) or bool(run.sweep and name.endswith(f"_{run.sweep}"))
 
 
 def _is_own(job: JobId, record: JobRecord, scheduler: Scheduler, *, otherwise: bool = False) -> bool:

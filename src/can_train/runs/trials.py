@@ -21,7 +21,8 @@ import msgspec
 from can_train.config.axis import SearchAxis
 from can_train.errors import ConfigError, RunError, StateError
 from can_train.io import records
-from can_train.runs.run_folder import RunFolder
+from can_train.runs.registry import RunRecord
+from can_train.runs.run_folder import RunFolder, SweepRun
 
 if TYPE_CHECKING:
     import optuna
@@ -103,6 +104,11 @@ class Trial:
     number: int
     values: dict[str, Value] | None = None
     stopped_after: int = 0
+
+    @property
+    def label(self) -> str:
+        """Label of its run; empty where the values are not chosen yet."""
+        return " ".join(f"{name.rpartition('.')[2]}={value}" for name, value in (self.values or {}).items())
 
 
 class TrialRun:
@@ -228,6 +234,16 @@ def assignments(search: SettingsSearch, values: Mapping[str, Value]) -> list[str
 class _TrialEntry:
     number: int
     path: str  # folder of its run, absolute
+
+
+def place_in_sweep(record: RunRecord, folder: RunFolder) -> SweepRun:
+    """Returns the place of a run in its sweep or search. The label of a trial is its values, once they are chosen."""
+    label = record.label
+    if record.sweep and not label:
+        with suppress(RunError):
+            trial = TrialRun.of(folder)
+            label = trial.trial.label if trial else ""
+    return SweepRun(name=record.sweep, label=label)
 
 
 class SearchFolder:

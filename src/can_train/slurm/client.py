@@ -284,6 +284,11 @@ def requeue_job(job: JobId) -> str:
     return "" if result.status == 0 else _why_it_failed(result, "scontrol")
 
 
+def rename_job(job: JobId, name: str) -> None:
+    """Gives the job another name in the queue, as far as SLURM does so."""
+    run_command("scontrol", "update", f"JobId={job.number}", f"JobName={name}")
+
+
 def move_dependents(old: JobId, new: JobId) -> None:
     """Makes the jobs that wait for the job `old` wait for the job `new`."""
     waiting = run_command("squeue", "--me", "--noheader", "--array", "--states=PENDING", "-o", "%i|%E").output
@@ -336,9 +341,12 @@ def find_jobs(name: str, folder: Path, cluster: str) -> list[JobId]:
     """
     local = local_cluster()
     squeue, scontrol = _asking("squeue", cluster, local), _asking("scontrol", cluster, local)
-    # For another cluster, squeue prints its name first.
-    listed = query_cluster(*squeue, "--me", "--noheader", f"--name={name}", "-o", "%F").splitlines()
-    numbers = dict.fromkeys(line.strip() for line in listed if line.strip().isdecimal())
+    listed = query_cluster(*squeue, "--me", "--noheader", "-o", "%F|%j").splitlines()
+    # For another cluster, squeue prints its name first. An element of an array that has started has its own name.
+    found = (line.strip().partition("|") for line in listed)
+    numbers = dict.fromkeys(
+        number for number, _, named in found if number.isdecimal() and (named == name or named.endswith(f"_{name}"))
+    )
     shown = {number: query_cluster(*scontrol, "show", "job", "-o", number) for number in numbers}
     return [JobId(number=number, cluster=cluster) for number, text in shown.items() if _log_path(text).parent == folder]
 

@@ -27,6 +27,7 @@ from can_train.runs.run_folder import RunFolder
 from can_train.runs.run_state import HOST_OOM, error_in_words, log_causes
 from can_train.runs.scheduler import NoControllerError
 from can_train.runs.status import read_tail
+from can_train.runs.trials import place_in_sweep
 from can_train.slurm import client
 
 if TYPE_CHECKING:
@@ -98,6 +99,20 @@ class PackedJob:
         os.environ |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1",
                        PACKED: str(len(self.run_paths))}  # fmt: skip
         Job(self.entry, self.run_paths[number])()
+
+
+def name_job(folder: RunFolder, cluster: ClusterSettings, state_dir: Path) -> None:
+    """Names the job around this process by the label of its run in a sweep or search: all elements of an array begin
+    with one name, and a trial has no values before it starts.
+    """
+    job, own = SlurmContext.from_environment().job, PACKED not in os.environ and not cluster.job_name
+    # A person's own allocation keeps its name.
+    if job is None or not own or os.environ.get("SUBMITIT_EXECUTOR") != "slurm":
+        return
+    record = Registry(state_dir).run(folder.run_id)
+    name = place_in_sweep(record, folder).job_name if record else ""
+    if name not in ("", os.environ.get("SLURM_JOB_NAME")):
+        client.rename_job(job, name)
 
 
 def _is_over(folder: RunFolder) -> bool:
@@ -509,7 +524,7 @@ def _after_run(
     its ending and the decision where the job goes back into the queue.
     """
     if ended.end and ended.end.ending == "finished":
-        return notify(ended.folder, ended.settings, "finished", label=ended.run.label)
+        return notify(ended.folder, ended.settings, "finished", label=place_in_sweep(ended.run, ended.folder).label)
     # SLURM gave up the node, and started the job elsewhere: a requeue would stop the job there.
     if ended.attempts.is_superseded():
         return ""
@@ -530,7 +545,11 @@ def _after_run(
     if isinstance(decision, NoRestart):
         # A job that SLURM itself ends may be put back into the queue.
         is_over = is_running or silence
-        told = notify(ended.folder, ended.settings, ending, why, label=ended.run.label) if is_over else ""
+        told = (
+            notify(ended.folder, ended.settings, ending, why, label=place_in_sweep(ended.run, ended.folder).label)
+            if is_over
+            else ""
+        )
         return ". ".join(filter(None, (decision.reason, told)))
     was_cancelled = any(cancel.time > ended.job.time for cancel in ended.registry.cancels(ended.run.run_id))
     # SLURM restarts a job that it ends itself (preemption, a failed node); a cancelled job stays cancelled.
@@ -656,7 +675,8 @@ def _resubmit(
     from can_train.slurm.script import Submission, remembered_environment
     from can_train.slurm.script import environment as replaced_environment
 
-    submission = Submission(name=ended.run.key, state_dir=state_dir, reason=decision.reason)
+    name = place_in_sweep(ended.run, ended.folder).job_name or ended.run.key
+    submission = Submission(name=name, state_dir=state_dir, reason=decision.reason)
     cluster = next_cluster(ended.settings, ended.job.resources, decision)
     avoiding = replace(cluster, exclude=",".join(ended.nodes_to_avoid)) if decision.elsewhere else cluster
     with replaced_environment(remembered_environment(environment)):
