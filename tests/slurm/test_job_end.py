@@ -8,15 +8,19 @@ from typing import NoReturn
 import pytest
 
 from can_train.config.resolved import plain_to_yaml
+from can_train.config.settings import ClusterSettings
 from can_train.errors import RunError
+from can_train.io.records import utc_now
 from can_train.memory.host import PACKED
 from can_train.memory.meters import open_meter
 from can_train.runs.attempts import Attempts, SlurmContext
+from can_train.runs.registry import CancelRecord, JobRecord
 from can_train.runs.run_folder import RunFolder
 from can_train.runs.scheduler import AccountRow, SchedulerAnswer
 from can_train.slurm.job import PackedJob, _is_over, after_job, host_memory_ran_out, job_memory_mib
 from can_train.slurm.launchers import rank_place
-from fakes.made_runs import Runs, end
+from can_train.slurm.script import Submission
+from fakes.made_runs import Runs, end, write
 from fakes.run_facts import CLUSTER, slurm_job
 
 SLURM = """#!/bin/sh
@@ -253,3 +257,50 @@ def test_each_process_of_a_shared_job_trains_its_run_and_knows_its_share(
         PackedJob(entry, tuple(map(str, paths)))()
     # The third process has no run.
     assert trained == [(paths[1], 32 * 2**20, None)]
+
+
+def test_runs_that_failed_before_their_node_was_suspect_are_retried_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The runs of the fake are of one day.
+    monkeypatch.setattr("can_train.slurm.job._RECENT_DAYS", 100_000)
+    job = EndedJob(tmp_path, monkeypatch)
+    runs, now = job.runs, utc_now()
+
+    def failed(number: int, slurm_id: str, host: str = "bad", ending: str = "failed") -> Path:
+        path = runs.add(number)
+        (path / "config.yaml").write_text(plain_to_yaml({"cluster": {}}))
+        record = runs.submit(path, slurm_id)
+        context = SlurmContext(job=record.slurm_job)
+        start = Attempts(path, context).current
+        if ending:
+            values = {"attempt": start, "ending": ending, "message": "", "details": {}, "time": now, "host": host}
+            write(path, f"{start:04d}-ended.json", values)
+        return path
+
+    end_values = {"attempt": 1, "ending": "failed", "message": "", "details": {}, "time": now, "host": "bad"}
+    write(job.path, "0001-ended.json", end_values)
+    earlier = failed(2, "8")
+    failed(3, "9", host="good", ending="finished")
+    # A person has cancelled this run since, that one has another environment, and this one failed elsewhere.
+    runs.registry.add(CancelRecord(run_id=failed(4, "10").name, time=utc_now()))
+    (failed(5, "11") / "environment.json").write_text('{"python": "3.9"}')
+    failed(6, "12", host="n3")
+    sent: list[tuple[str, str, str]] = []
+
+    def resubmit(folder: RunFolder, cluster: ClusterSettings, submission: Submission) -> JobRecord:
+        sent.append((folder.run_id, cluster.exclude, submission.reason))
+        return runs.submit(folder.path, str(50 + len(sent)), reason=submission.reason, time=utc_now())
+
+    def after() -> str:
+        return after_job(resubmit, runs.state_dir, status=1, environment=b"")
+
+    told = after()
+    reason = "fault of the node: 4 runs failed on bad at once; another node"
+    # The fake of scontrol shows no node for the first one.
+    assert [(run_id, exclude) for run_id, exclude, _ in sent] == [(job.path.name, ""), (earlier.name, "bad")]
+    assert told.splitlines()[1] == f"{earlier.name}: {reason}: submitted again as job 52"
+    # The job of the earlier run comes to the same conclusion a moment later.
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert after() == ""
+    assert len(sent) == 2

@@ -65,6 +65,13 @@ class CancelRecord(_Entry):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RetryRecord(_Entry):
+    """A new job for a run after its job failed. There is one for each job, whichever process starts it."""
+
+    job_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class LabelRecord(_Entry):
     """A person's change to the tags or the note of a run."""
 
@@ -100,7 +107,7 @@ class Registry:
         """Writes an entry.
 
         Raises:
-            StateError: It cannot be written.
+            StateError: It cannot be written, or the run has a new job already (`RetryRecord`).
         """
         # Two machines may write in the same microsecond, and process ids repeat between machines.
         unique = f"{records.time_stamp(record.time)}-{os.getpid()}-{secrets.token_hex(2)}"
@@ -109,6 +116,8 @@ class Registry:
             path = self._label_folder / unique
         elif isinstance(record, RunRecord):
             path = self.folder / record.run_id / "run"
+        elif isinstance(record, RetryRecord):
+            path = self.folder / record.run_id / f"retry-{record.job_id}"
         else:
             path = self.folder / record.run_id / f"{'job' if isinstance(record, JobRecord) else 'cancel'}-{unique}"
         records.write_document(path.with_name(f"{path.name}{records.DOCUMENT_SUFFIX}"), record)

@@ -54,6 +54,7 @@ _NOT_IN_ID: Final = re.compile(r"[^\w@%+=,.-]+")
 _NOT_IN_JOB_NAME: Final = re.compile(r"[^\w@%+=.-]+")
 _MOST_LABEL: Final = 80  # characters of a label in the name of a job
 
+_ENVIRONMENT: Final = "environment.json"  # in a run's folder: the versions and the command that made it
 _CHANGES: Final = "changes.json"  # in a run's folder: changes that `resume` made to the configuration
 _CHANGED: Final = "changed_settings.json"  # in a run's folder: settings that differ from the presets
 _EPOCHS: Final = "training.epochs"
@@ -113,7 +114,7 @@ class RunFolder:
         try:
             self.path.mkdir(mode=_FOLDER_MODE, parents=True)
             self.configure(config, changed)
-            records.write_json_atomic(self.path / "environment.json", environment)
+            records.write_json_atomic(self.path / _ENVIRONMENT, environment)
         except OSError as error:
             raise RunError("The run folder cannot be written", value=f"{self.path}: {error.strerror}",
                            remedy="Give another place with --runs-dir") from error  # fmt: skip
@@ -143,6 +144,11 @@ class RunFolder:
         except (OSError, ValueError, RecursionError):
             return None
         return settings if all({"value", "default"} <= setting.keys() for setting in settings.values()) else None
+
+    def environment(self) -> dict[str, Any]:
+        """Reads the versions of Python and of libraries with which the run was made; empty if they are not known."""
+        known = records.parse_object(records.text_or_nothing(self.path / _ENVIRONMENT))
+        return {name: known[name] for name in ("python", "libraries") if name in known}
 
     def changes(self) -> list[dict[str, Any]]:
         """Reads the changes that `resume` made to the configuration, in order: `time`, `step` of the checkpoint that

@@ -11,18 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from can_train.config.settings import ClusterSettings
-from can_train.errors import CanTrainError, RunError, printable
-from can_train.io.records import JobId
+from can_train.errors import CanTrainError, RunError, StateError, printable
+from can_train.io.records import JobId, utc_now
 from can_train.memory.host import PACKED, control_groups
 from can_train.runs import attempts
 from can_train.runs.attempts import AttemptEnd, Attempts, SlurmContext, StopRequests
-from can_train.runs.registry import JobRecord, Registry, RunRecord
+from can_train.runs.registry import JobRecord, Registry, RetryRecord, RunRecord
 from can_train.runs.run_folder import RunFolder
 from can_train.runs.run_state import HOST_OOM, error_in_words, log_causes
 from can_train.runs.scheduler import NoControllerError
@@ -347,6 +347,8 @@ class EndOnNode:
 
     node: str
     has_failed: bool
+    run: RunRecord | None = None
+    job: JobId | None = None
 
 
 def failing_nodes(ends: Sequence[EndOnNode]) -> dict[str, int]:
@@ -373,7 +375,8 @@ def recent_ends(registry: Registry, now: datetime) -> list[EndOnNode]:
                 node, latest = end.host or node, end.time
             # An attempt that was killed without a record looks as if it trained, but not for long.
             if (now - datetime.fromisoformat(latest)).total_seconds() < _AT_ONCE_S:
-                ends.append(EndOnNode(node=node, has_failed=end is not None and end.ending == "failed"))
+                has_failed = end is not None and end.ending == "failed"
+                ends.append(EndOnNode(node=node, has_failed=has_failed, run=run, job=starts[-1].slurm_job))
     return ends
 
 
@@ -467,10 +470,14 @@ class _EndedJob:
         return cluster_settings(self.folder)
 
     @property
+    def avoided_nodes(self) -> list[str]:
+        """The nodes that this job avoided."""
+        return client.node_names(str(self.job.resources.get("exclude", "")))
+
+    @property
     def nodes_to_avoid(self) -> list[str]:
-        """The nodes that this job avoided, and the node whose memory ran out."""
-        before = client.node_names(str(self.job.resources.get("exclude", "")))
-        return list(dict.fromkeys([*before, self.node, *self.failing_nodes]))
+        """The nodes that this job avoided, its own node, and the nodes on which several runs failed at once."""
+        return list(dict.fromkeys([*self.avoided_nodes, self.node, *self.failing_nodes]))
 
     @property
     def node(self) -> str:
@@ -478,18 +485,38 @@ class _EndedJob:
         return self.end.host if self.end else attempts.slurm_node_name()
 
     @cached_property
-    def failing_nodes(self) -> dict[str, int]:
-        """The nodes on which several runs failed at once, with the number of runs."""
+    def recent_ends(self) -> list[EndOnNode]:
+        """The last attempts of the runs that ended within minutes, or train."""
         ends = recent_ends(self.registry, datetime.now(UTC))
         # The process may not have recorded its end.
-        return failing_nodes([*ends, *([] if self.end else [EndOnNode(node=self.node, has_failed=True)])])
+        return [*ends, *([] if self.end else [EndOnNode(node=self.node, has_failed=True)])]
+
+    @cached_property
+    def failing_nodes(self) -> dict[str, int]:
+        """The nodes on which several runs failed at once, with the number of runs."""
+        return failing_nodes(self.recent_ends)
 
     def fault_of_node(self, log: str) -> str:
         """Returns the fault of the node that ended the training; empty: the run is to blame."""
         if fault := node_fault(f"{self.end.message if self.end else ''}\n{error_in_words(log)}"):
             return f"{fault} on {self.node}"
+        return self.suspicion
+
+    @property
+    def suspicion(self) -> str:
+        """Says that several runs failed on the node at once; empty: they did not."""
         count = self.failing_nodes.get(self.node)
         return f"{count} runs failed on {self.node} at once" if count else ""
+
+    def claim_retry(self) -> bool:
+        """Returns whether this process is the one that may start a new job for the run: of several runs that fail on a
+        node at once, each finds the others.
+        """
+        try:
+            self.registry.add(RetryRecord(run_id=self.run.run_id, time=utc_now(), job_id=self.job.job_id))
+        except StateError:
+            return False
+        return True
 
 
 def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environment: bytes) -> str:
@@ -542,6 +569,8 @@ def _after_run(
     # SLURM knows why it ends a job. If it loses a node, srun fails, and the training there may still go on.
     if is_running or ended.end or ending != "failed":
         _record_end(ended, ending, decision, why)
+    again = partial(_submit_again, send=partial(_resubmit, resubmit=resubmit, state_dir=state_dir,
+                                                environment=environment))  # fmt: skip
     if isinstance(decision, NoRestart):
         # A job that SLURM itself ends may be put back into the queue.
         is_over = is_running or silence
@@ -550,7 +579,8 @@ def _after_run(
             if is_over
             else ""
         )
-        return ". ".join(filter(None, (decision.reason, told)))
+        earlier = _retry_earlier(ended, again) if is_running and ending == "failed" else []
+        return "\n".join(filter(None, [". ".join(filter(None, (decision.reason, told))), *earlier]))
     was_cancelled = any(cancel.time > ended.job.time for cancel in ended.registry.cancels(ended.run.run_id))
     # SLURM restarts a job that it ends itself (preemption, a failed node); a cancelled job stays cancelled.
     if was_cancelled or not (is_running or silence):
@@ -561,13 +591,61 @@ def _after_run(
         return _record_failed_restart(ended, ending, _not_put_back(silence))
     if silence:
         return _record_failed_restart(ended, ending, _not_submitted_again(silence))
+    told = again(ended, ending, decision) if ended.claim_retry() else ""
+    return "\n".join(filter(None, [told, *_retry_earlier(ended, again)])) if ending == "failed" else told
+
+
+def _submit_again(
+    ended: "_EndedJob", ending: str, decision: Resubmit, send: Callable[["_EndedJob", Resubmit], JobRecord]
+) -> str:
+    """Starts a new job for a run; returns a sentence about it."""
     try:
-        job = _resubmit(ended, decision, resubmit, state_dir, environment)
+        job = send(ended, decision)
     except CanTrainError as error:
         return _record_failed_restart(ended, ending, _not_submitted_again(error.in_short.rstrip(".")))
     if job.slurm_job is not None:
         client.move_dependents(ended.slurm_job, job.slurm_job)
     return f"{decision.reason}: submitted again as job {job.job_id}"
+
+
+def _retry_earlier(ended: "_EndedJob", again: Callable[["_EndedJob", str, Resubmit], str]) -> list[str]:
+    """Starts new jobs for the runs that failed on the node before it became suspect; returns a sentence about each."""
+    told = []
+    for end in ended.recent_ends if ended.suspicion else ():
+        if end.run is None or end.run.run_id == ended.run.run_id or end.node != ended.node or not end.has_failed:
+            continue
+        # One run that cannot be read does not keep the others from their retries.
+        with suppress(CanTrainError, OSError):
+            earlier = _ended_earlier(ended, end.run, end.job)
+            if earlier is None:
+                continue
+            # `failing_nodes` needs runs that are well on another node.
+            retries = count_retries(earlier.registry.jobs(end.run.run_id))
+            outcome = JobOutcome(ending="failed", node_fault=ended.suspicion, retries=retries, has_other_nodes=True)
+            decision = decide_restart(outcome, earlier.settings)
+            if isinstance(decision, Resubmit) and earlier.claim_retry():
+                told.append(f"{end.run.run_id}: {again(earlier, 'failed', decision)}")
+    return told
+
+
+def _ended_earlier(ended: "_EndedJob", run: RunRecord, job: JobId | None) -> "_EndedJob | None":
+    """Returns the last job of a run that failed earlier; None where this job must not start the run again: it is
+    another person's, it had another environment, or a person has started or cancelled it since.
+    """
+    folder, jobs = RunFolder(Path(run.path)), ended.registry.jobs(run.run_id)
+    if job is None or not jobs or jobs[-1].slurm_job != job:
+        return None
+    if any(cancel.time > jobs[-1].time for cancel in ended.registry.cancels(run.run_id)):
+        return None
+    is_alike = folder.path.stat().st_uid == os.getuid() and folder.environment() == ended.folder.environment()
+    if not is_alike or folder.result_path.exists():
+        return None
+    context = SlurmContext(job=job)
+    of_run = Attempts(folder.path, context)
+    # It shares the nodes that are avoided.
+    resources = {**jobs[-1].resources, "exclude": ",".join(ended.nodes_to_avoid)}
+    return _EndedJob(run=run, job=replace(jobs[-1], resources=resources), slurm_job=job, folder=folder,
+                     attempts=of_run, end=of_run.end_in(context), registry=ended.registry)  # fmt: skip
 
 
 def _requeue(runs: "Sequence[tuple[_EndedJob, str, Requeue]]") -> str:
