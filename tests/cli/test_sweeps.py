@@ -78,7 +78,6 @@ def test_each_command_takes_a_sweep(sweep: Runs, capsys: pytest.CaptureFixture[s
     ("line", "message"),
     [
         (("resume", SWEEP, "--epochs", "9"), "--epochs goes with a single run"),
-        (("resume", SWEEP, "--all-failed"), "goes on by itself"),
         (("resume",), "RUN is missing"),
         (("resume", "0000-0000", "000000"), "can go on"),
         (("status", "sweep-lr-0002"), "There is no such run"),
@@ -88,6 +87,29 @@ def test_a_wrong_line_about_a_sweep_is_answered(
     sweep: Runs, capsys: pytest.CaptureFixture[str], line: tuple[str, ...], message: str
 ) -> None:
     assert message in said(capsys, *line, *sweep.flags, code=2)
+
+
+@pytest.mark.parametrize(("statuses", "code", "trained"), [((0, 3, 0, 0), 3, 4), ((0, 130), 130, 2)])
+def test_runs_without_a_job_go_on_here_one_after_another(
+    sweep: Runs,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    statuses: tuple[int, ...],
+    code: int,
+    trained: int,
+) -> None:
+    lines, left = [], [*statuses]
+
+    def train(line: list[str], output: object) -> tuple[int, bool]:
+        lines.append(line)
+        status = left.pop(0)
+        return status, status == 130
+
+    monkeypatch.setattr("can_train.slurm.submit.run_line", train)
+    assert main(("resume", SWEEP, "--all-failed", *sweep.flags)) == code
+    assert "Run 1 of 4: 20260101-000001-synthetic_gat_student_normal-0001 lr=0.1\n" in capsys.readouterr().err
+    assert [Path(line[1]).name[-1] for line in lines] == [*"1234"][:trained]
+    assert lines[0][2:] == ["--here", *sweep.flags]
 
 
 def test_a_sweep_is_named_by_what_varies_and_its_runs_by_their_values(tmp_path: Path) -> None:

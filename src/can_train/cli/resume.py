@@ -1,7 +1,8 @@
 """`can-train resume RUN`: continues a run from its last checkpoint, where it ran before, or here; for longer, on
-another device, with a log that has moved. Several runs, and those of a sweep, continue in SLURM or in the background.
+another device, with a log that has moved. Several runs, or a sweep, continue where each ran before.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from can_train.cli.output import (
     Verbose,
     Verbosity,
     make_reporter,
+    print_aside,
     print_json,
     print_note,
     print_starting,
@@ -26,6 +28,7 @@ from can_train.cli.run_locator import AsJson, RunLocator, RunsDir, StateDir, Tru
 from can_train.cli.train_options import with_request_flags
 from can_train.errors import ConfigError, RunError, with_command_name
 from can_train.io.units import counted
+from can_train.report.run_facts import run_json
 from can_train.runs.run_folder import RunFolder, name_to_type, new_run_id
 from can_train.runs.run_state import FAILURES, FINISHED, live_row
 from can_train.runs.sweep_runs import can_go_on, has_failed
@@ -182,33 +185,66 @@ def _failed(locator: RunLocator, names: Sequence[str] | None) -> "list[RunStatus
 def _resume_all(
     statuses: "Sequence[RunStatus]", locator: RunLocator, request: Mapping[str, Any], *, trusts_all: bool, as_json: bool
 ) -> None:
-    """Continues runs: in SLURM, equal requests as an array, or in the background.
+    """Continues runs: in SLURM, equal requests as an array, or in the background; at last the runs without a job, one
+    after another in child processes.
 
     Raises:
         CanTrainError: A run cannot go on; those before it in the list may have been started.
+        typer.Exit: A run that trained here was stopped, or failed.
     """
     from can_train.cli.submit import job_json
 
     for status in statuses:
         check_answer(status)
-        if not status.facts.jobs or status.facts.jobs[-1].executor == "debug":
-            name = name_to_type(status.known.folder)
-            raise RunError("A run that was trained in a terminal goes on by itself", value=status.known.run_id,
-                           remedy=f"Continue it: can-train resume {name}")  # fmt: skip
-        locator.trust(trusts_all=trusts_all).config(status.known.folder, submits=True, has_code=True)
+        in_job = _executor(status) != "here"
+        locator.trust(trusts_all=trusts_all).config(status.known.folder, submits=in_job, has_code=in_job)
     keeps_memory = _change_requests(statuses, request)
     jobs = [_start_again(RunFolder(status.known.folder.path), locator)
-            for status in statuses if status.facts.jobs[-1].executor == "local"]  # fmt: skip
-    on_slurm = [status for status in statuses if status.facts.jobs[-1].executor == "slurm"]
+            for status in statuses if _executor(status) == "local"]  # fmt: skip
+    on_slurm = [status for status in statuses if _executor(status) == "slurm"]
     for group in _alike([_request_again(status, locator, keeps_memory=keeps_memory) for status in on_slurm]):
         jobs += _submit_group(group, locator)
+    if not as_json:
+        for job in jobs[:_LISTED]:
+            print_text(f"{job.run_id} goes on as {'job' if job.executor == 'slurm' else 'process'} {job.job_id}")
+        more = f"... and {len(jobs) - _LISTED} more" if len(jobs) > _LISTED else f"{counted(len(jobs), 'run')} go on."
+        print_text(more if jobs else "", end="\n" if jobs else "")
+    exit_code = _train_all([status for status in statuses if _executor(status) == "here"], locator,
+                           ["--trust-code"] if trusts_all else [], as_json=as_json)  # fmt: skip
     if as_json:
         folders = {status.known.run_id: status.known.folder for status in statuses}
-        print_json({"submitted": [job_json(job, folders[job.run_id]) for job in jobs], "identical": []})
-        return
-    for job in jobs[:_LISTED]:
-        print_text(f"{job.run_id} goes on as {'job' if job.executor == 'slurm' else 'process'} {job.job_id}")
-    print_text(f"... and {len(jobs) - _LISTED} more" if len(jobs) > _LISTED else f"{counted(len(jobs), 'run')} go on.")
+        trained = [run_json(locator.status(status.known)) for status in statuses if _executor(status) == "here"]
+        print_json({"submitted": [job_json(job, folders[job.run_id]) for job in jobs], "identical": [],
+                    "trained": trained})  # fmt: skip
+    if exit_code:
+        raise typer.Exit(exit_code)
+
+
+def _executor(status: "RunStatus") -> str:
+    """Returns where a run was last trained: slurm, local (in the background), or here (in a terminal)."""
+    last = status.facts.jobs[-1].executor if status.facts.jobs else "here"
+    return "here" if last == "debug" else last
+
+
+def _train_all(statuses: "Sequence[RunStatus]", locator: RunLocator, options: Sequence[str], *, as_json: bool) -> int:
+    """Trains runs one after another in child processes; returns the exit status of the last one that failed, or of the
+    one that a person stopped, after which no other begins.
+    """
+    from can_train.slurm.submit import run_line
+
+    if statuses:
+        check_started_once(f"A line of {len(statuses)} runs", "Resume each by itself")
+    places = ("--runs-dir", str(locator.runs_dir), "--state-dir", str(locator.state_folder))
+    exit_code = 0
+    for number, status in enumerate(statuses, start=1):
+        folder = status.known.folder
+        print_aside(f"Run {number} of {len(statuses)}: {folder.run_id} {status.known.label}".rstrip())
+        code, was_stopped = run_line(["resume", str(folder.path.resolve()), "--here", *options, *places],
+                                     sys.stderr if as_json else None)  # fmt: skip
+        if was_stopped:
+            return code
+        exit_code = code or exit_code
+    return exit_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +274,7 @@ def _change_requests(statuses: "Sequence[RunStatus]", request: Mapping[str, Any]
 
     if not request:
         return True
-    changes = [_checked_request(status.known.folder, request, in_slurm=status.facts.jobs[-1].executor == "slurm")
+    changes = [_checked_request(status.known.folder, request, in_slurm=_executor(status) == "slurm")
                for status in statuses]  # fmt: skip
     for status, settings in zip(statuses, changes, strict=True):
         change_request(status.known.folder, settings)
