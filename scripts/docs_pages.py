@@ -22,7 +22,8 @@ SOURCES: Final = {
 """Pages of the site that stand outside of docs/, with their place in the repository."""
 
 _PLACES: Final = {source: page for page, source in SOURCES.items()} | {"docs": "index.md"}
-_LINK: Final = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
+# Of Markdown and of pictures in HTML.
+_LINK: Final = re.compile(r'(?:(?<=\]\()|(?<=src=")|(?<=srcset="))(?!\w+:|#)([^)"#\s]+)')
 _DOCSTRING: Final = re.compile(r"<!-- docstring: ([\w.]+) -->")  # GitHub shows nothing of it
 
 

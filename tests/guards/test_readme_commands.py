@@ -211,11 +211,14 @@ def printed_and_shown(snippet: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def test_the_readme_is_short_and_shows_training_and_factors() -> None:
+def test_the_readme_is_short_and_begins_with_three_commands_and_the_tests() -> None:
     assert len(TEXTS["README.md"].splitlines()) <= 150
-    first, *others = command_lines(TEXTS["README.md"])
-    assert first[:2] == ["--model", "gat"]
-    assert ["factors"] in others
+    lines = command_lines(TEXTS["README.md"])
+    assert [line[:2] for line in lines[:2]] == [["--task", "first.py:Digits"], ["--model", "gat"]]
+    assert "--target-gpu" in lines[2]
+    assert re.search(r"^scripts/test\b", "".join(blocks(TEXTS["README.md"], "console")), re.MULTILINE)
+    code = [line for line in FILES["first.py"].splitlines() if line.strip() and not line.startswith("#")]
+    assert len(code) <= 15
 
 
 def test_an_output_in_the_readme_is_short() -> None:
@@ -261,8 +264,8 @@ def test_every_dependency_says_what_it_is_for() -> None:
     assert needed - explained == set()
 
 
-def test_the_readme_maps_every_folder_of_the_package() -> None:
-    (drawn,) = blocks(TEXTS["README.md"], "text")
+def test_the_page_for_developers_maps_every_folder_of_the_package() -> None:
+    drawn = blocks(TEXTS["docs/developing.md"], "text")[0]
     mapped = re.findall(r"^  ([\w.]+)(?=/? )", drawn.partition("src/can_train/")[2], flags=re.MULTILINE)
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert {name for name in mapped if not name.endswith(".py")} == folders

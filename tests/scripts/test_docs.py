@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("memory.md", "slurm.md", "slurm.md"),
         ("readme.md", "docs/memory.md", "memory.md"),
         ("readme.md", "docs/", "index.md"),
+        ("readme.md", "docs/demo.svg", "demo.svg"),
         ("measured/results.md", "../../docs/memory.md", "../memory.md"),
         ("measured/results.md", "gpu-check-h100-80gb.md", "gpu-check-h100-80gb.md"),
     ],

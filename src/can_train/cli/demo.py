@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from can_train.reporter import Stage
 
 _BATCH: Final = 256
-_SMALL: Final = "sim:128MiB"
+SMALL: Final = "sim:96MiB"
 _ROOMY: Final = "sim:1GiB"
 # Memory that another process takes of the small GPU, the step before, and the number of steps. Less would leave room.
-_TAKEN: Final = "70MiB"
-_TAKEN_AFTER: Final = 5
-_STEPS_TAKEN: Final = 3
+TAKEN: Final = "45MiB"
+TAKEN_AFTER: Final = 5
+STEPS_TAKEN: Final = 3
 _SETTINGS: Final[Mapping[str, Any]] = {
     "training.batch_size": _BATCH,
     "training.epochs": 1,
     # 64-bit numbers: rounding is then too small to hide a mistake.
     "training.precision": "fp64",
     # Another process cannot take the memory in PyTorch's cache, which is released right before it comes.
-    "training.cuda_empty_cache_interval": _TAKEN_AFTER,
+    "training.cuda_empty_cache_interval": TAKEN_AFTER,
     # Peaks are compared, on devices with and without room for the data.
     "training.data_on_device": "off",
     "mode.baselines": False,
@@ -63,44 +63,47 @@ def demo() -> None:
     started = time.monotonic()
     print_text(_INTRODUCTION)
     # Before there is a folder to remove: Ctrl-C ends an import at once.
-    from can_train.memory.meters import FOREIGN
     from can_train.training import train  # noqa: F401
 
     with tempfile.TemporaryDirectory(prefix="can-train-demo-") as name:
-        # The file that tells the simulated GPUs the memory of another process; no file: 0 bytes.
-        taken = Path(name) / "taken"
-        os.environ[FOREIGN] = str(taken)
-        print_text(f"1. On a GPU with room ({_size(_ROOMY)})")
-        whole = _train(Path(name), _ROOMY, {"training.use_adaptive_batch_size_factor": False})
-        _say(
-            f"Each batch of {_BATCH} samples is computed in one piece: peak {_mib(whole.result['peak_memory_bytes'])}."
-        )
+        run_in(Path(name))
+    print_text(with_command_name(f"\nThat took {duration(time.monotonic() - started)}. {_NEXT}"))
 
-        print_text(f"\n2. The same training on a GPU of {_size(_SMALL)}, where such a batch does not fit")
-        split = _train(Path(name), _SMALL, {}, taken)
-        plan, peak = split.result["plan"]["plan"], _mib(split.result["peak_memory_bytes"])
-        _say(f"As long as it was alone, each batch was computed in {plan['most_parts']} micro-batches: "
-             f"peak {peak}, where {_mib(split.result['predicted_peak_bytes'])} had been predicted.")  # fmt: skip
 
-        print_text("\n3. Once more, with what that run has taught")
-        again = _train(Path(name), _SMALL, {}).result
-        factor, peak = again["plan"]["plan"]["safety_factor"], _mib(again["peak_memory_bytes"])
-        _say(f"That run used {plan['safety_factor']:.1%} of what was found to fit, to be on the safe side. Its peak "
-             f"showed that {factor:.1%} may be used, so this run does: peak {peak}.")  # fmt: skip
+def run_in(folder: Path) -> tuple["Trained", "Trained"]:
+    """Trains in a folder and prints the story; returns the trainings on the roomy and, the first, on the small GPU."""
+    from can_train.memory.meters import FOREIGN
+
+    # The file that tells the simulated GPUs the memory of another process; no file: 0 bytes.
+    taken = folder / "taken"
+    os.environ[FOREIGN] = str(taken)
+    print_text(f"1. On a GPU with room ({_size(_ROOMY)})")
+    whole = _train(folder, _ROOMY, {"training.use_adaptive_batch_size_factor": False})
+    _say(f"Each batch of {_BATCH} samples is computed in one piece: peak {_mib(whole.result['peak_memory_bytes'])}.")
+
+    print_text(f"\n2. The same training on a GPU of {_size(SMALL)}, where such a batch does not fit")
+    split = _train(folder, SMALL, {}, taken)
+    plan, peak = split.result["plan"]["plan"], _mib(split.result["peak_memory_bytes"])
+    _say(f"As long as it was alone, each batch was computed in {plan['most_parts']} micro-batches: "
+         f"peak {peak}, where {_mib(split.result['predicted_peak_bytes'])} had been predicted.")  # fmt: skip
+
+    print_text("\n3. Once more, with what that run has taught")
+    again = _train(folder, SMALL, {}).result
+    factor, peak = again["plan"]["plan"]["safety_factor"], _mib(again["peak_memory_bytes"])
+    _say(f"That run used {plan['safety_factor']:.1%} of what was found to fit, to be on the safe side. Its peak "
+         f"showed that {factor:.1%} may be used, so this run does: peak {peak}.")  # fmt: skip
     print_text("\n4. What the lack of memory has changed in the trained weights")
     _say(_comparison(whole, split))
-    print_text(with_command_name(f"\nThat took {duration(time.monotonic() - started)}. {_NEXT}"))
+    return whole, split
 
 
 def _say(text: str) -> None:
     print_text(wrapped(f"   {text}", COLUMNS))
 
 
-def _comparison(whole: "_Trained", split: "_Trained") -> str:
+def _comparison(whole: "Trained", split: "Trained") -> str:
     """Says how far the weights after two trainings lie apart."""
-    pairs = [(value, split.weights[name]) for name, value in whole.weights.items()]
-    count = sum(value.numel() for value, _ in pairs)
-    apart = max(float((before - after).abs().max()) for before, after in pairs)
+    count, apart = sum(value.numel() for value in whole.weights.values()), largest_difference(whole, split)
     if not apart:
         return f"Nothing: all {count:,} weights of 1 and 2 are the same, to the last bit."
     digits = math.floor(-math.log10(apart))
@@ -108,6 +111,11 @@ def _comparison(whole: "_Trained", split: "_Trained") -> str:
         f"All {count:,} weights of 1 and 2 agree to {digits} decimal places. The largest difference is {apart:.0e}: "
         "numbers were added in another order, and rounded there."
     )
+
+
+def largest_difference(whole: "Trained", split: "Trained") -> float:
+    """Returns the largest difference between a weight after one training and after another."""
+    return max(float((value - split.weights[name]).abs().max()) for name, value in whole.weights.items())
 
 
 def _size(device: str) -> str:
@@ -119,14 +127,14 @@ def _mib(num_bytes: float) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Trained:
+class Trained:
     """A training: its `result.json`, and its weights after the last step."""
 
     result: Mapping[str, Any]
     weights: "Mapping[str, torch.Tensor]"
 
 
-def _train(folder: Path, device: str, values: Mapping[str, Any], taken: Path | None = None) -> _Trained:
+def _train(folder: Path, device: str, values: Mapping[str, Any], taken: Path | None = None) -> Trained:
     """Trains once; where `taken` is given, another process holds memory of the device for some steps."""
     from can_train.config.compose import RunRequest, resolve
     from can_train.training.loading import Checkpoints
@@ -145,7 +153,7 @@ def _train(folder: Path, device: str, values: Mapping[str, Any], taken: Path | N
     assert result is not None
     assert state is not None
     trained = {name: value for name, value in state["model"].items() if value.is_floating_point()}
-    return _Trained(result=result, weights=trained)
+    return Trained(result=result, weights=trained)
 
 
 class _Reporter(SilentReporter):
@@ -179,9 +187,9 @@ class _DemoStage:
         self._done += amount
         if self._taken is None or not amount:
             return
-        if self._done == _TAKEN_AFTER:
-            self._taken.write_text(_TAKEN)
-            _say(f"After step {self._done} another process takes {_size(_TAKEN)} of the GPU.")
-        if self._done == _TAKEN_AFTER + _STEPS_TAKEN:
+        if self._done == TAKEN_AFTER:
+            self._taken.write_text(TAKEN)
+            _say(f"After step {self._done} another process takes {_size(TAKEN)} of the GPU.")
+        if self._done == TAKEN_AFTER + STEPS_TAKEN:
             self._taken.unlink()
             _say(f"After step {self._done} the other process ends.")
