@@ -5,8 +5,10 @@ import re
 import runpy
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
+import venv
 import zipfile
 from configparser import ConfigParser
 from pathlib import Path
@@ -26,15 +28,61 @@ def build(project: Path, target: str, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def unpacked_wheel(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
-    """The wheel's files; the wheel is built from the source archive, as an installer without the checkout does."""
+def wheel(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
+    """The wheel, built from the source archive, as an installer without the checkout does."""
     folder = tmp_path_factory.mktemp("packaging")
     with tarfile.open(build(repository, "sdist", folder / "sdist")) as archive:
         archive.extractall(folder / "sources", filter="data")
     (sources,) = (folder / "sources").iterdir()
-    with zipfile.ZipFile(build(sources, "wheel", folder / "wheel")) as wheel:
-        wheel.extractall(folder / "unpacked")
-    return folder / "unpacked"
+    return build(sources, "wheel", folder / "wheel")
+
+
+@pytest.fixture(scope="module")
+def unpacked_wheel(wheel: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(wheel.parents[1] / "unpacked")
+    return wheel.parents[1] / "unpacked"
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Path:
+    """The Python of a new environment, which finds the packages of this one but not can-train; no network is needed."""
+    venv.create(tmp_path / "venv")
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages / "packages.pth").write_text(sysconfig.get_path("purelib"))
+    return tmp_path / "venv" / "bin" / "python"
+
+
+def install(python: Path, wanted: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-I", "-m", "pip", "--python", str(python), "install", "--no-index", wanted]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_wheel_with_every_extra_installs_into_a_fresh_environment(
+    repository: Path, wheel: Path, fresh: Path, tmp_path: Path
+) -> None:
+    names = runpy.run_path(str(repository / "scripts" / "release-check"))
+    installed = install(fresh, f"can-train[{names['EXTRAS']}] @ {wheel.as_uri()}")
+    assert installed.returncode == 0, installed.stderr
+    (tmp_path / "small.py").write_text(names["TASK"])
+    folders = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path), "PYTHONPATH": ""}
+    for line in ("--version", "--task small.py:Small --dry-run --device sim:64MiB"):
+        command = [str(fresh.with_name("can-train")), *line.split()]
+        ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, **folders}, capture_output=True, text=True,
+                               check=False)  # fmt: skip
+        assert ended.returncode == 0, ended.stderr
+
+
+def test_an_extra_that_nothing_provides_is_noticed(wheel: Path, fresh: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive, zipfile.ZipFile(tmp_path / wheel.name, "w") as changed:
+        for name in archive.namelist():
+            content = archive.read(name)
+            if name.endswith("METADATA"):
+                content = content.replace(b"optuna>=5", b"no-such-package>=5")
+            changed.writestr(name, content)
+    installed = install(fresh, f"can-train[search] @ {(tmp_path / wheel.name).as_uri()}")
+    assert "no-such-package" in installed.stderr
+    assert installed.returncode == 1
 
 
 def test_the_wheel_has_every_module_and_every_preset(repository: Path, unpacked_wheel: Path) -> None:
