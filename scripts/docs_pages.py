@@ -27,6 +27,14 @@ _LINK: Final = re.compile(r'(?:(?<=\]\()|(?<=src=")|(?<=srcset="))(?!\w+:|#)([^)
 _DOCSTRING: Final = re.compile(r"<!-- docstring: ([\w.]+) -->")  # GitHub shows nothing of it
 
 
+def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
+    """Puts the version of the checkout behind the name of the site."""
+    text = (ROOT / "src" / "can_train" / "__init__.py").read_text(encoding="utf-8")
+    version = re.search(r'^__version__ = "(.*)"$', text, flags=re.MULTILINE)
+    config.site_name = f"{config.site_name} {version[1]}" if version else config.site_name
+    return config
+
+
 def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
     """Adds the pages from outside of docs/."""
     from mkdocs.structure.files import File

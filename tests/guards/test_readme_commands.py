@@ -30,6 +30,9 @@ RUN = "RUN"
 SMALL = ["--set", "dataset.synthetic.seconds=5"]
 """The simulated bus with little driving."""
 
+OPENING = 12
+"""Lines in which a page shows its first command."""
+
 NEEDS_A_LIVE_RUN = ("logs", "cancel", "resume", "resubmit")
 """Commands that only a run at work or a submitted one can be given to: their words and options are read, no more."""
 
@@ -255,6 +258,20 @@ def test_every_page_is_linked_from_the_front_page_and_comes_with_the_sources() -
     assert "(docs/index.md)" in TEXTS["README.md"]
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert "/docs" in settings["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+
+
+def opens_with_something_to_type(text: str) -> bool:
+    """Whether the first lines of a page have a block of shell lines or of Python."""
+    return bool(blocks("\n".join(text.splitlines()[:OPENING]) + "\n```\n", "console", "sh", "python"))
+
+
+def test_every_page_opens_with_something_to_type() -> None:
+    assert [page for page, text in TEXTS.items() if "docs/" in page and not opens_with_something_to_type(text)] == []
+
+
+def test_a_page_that_opens_with_prose_is_noticed() -> None:
+    assert not opens_with_something_to_type("# A\n" + "Prose.\n" * OPENING + "```console\ncan-train demo\n```\n")
+    assert opens_with_something_to_type("# A\n\n```console\ncan-train demo\n```\n")
 
 
 def test_every_dependency_says_what_it_is_for() -> None:
