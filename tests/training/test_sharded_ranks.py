@@ -123,6 +123,8 @@ def test_the_peak_of_a_sharded_step_is_predicted(tmp_path: Path, device: str) ->
     result = json.loads(path.read_text())
     assert result["predicted_peak_bytes"] == pytest.approx(result["peak_memory_bytes"], rel=0.01)
     assert "sharded over 2 ranks" in "\n".join(torch.load(tmp_path / "outcome-0.pt")[1])
+    remembered = [json.loads(path.read_text())["limits"] for path in tmp_path.glob("state/observations/*.json")]
+    assert [limits[""]["ranks"] for limits in remembered] == [2, 2]
 
 
 def test_auto_shards_a_model_that_one_device_holds_without_a_sample(tmp_path: Path) -> None:
@@ -133,6 +135,30 @@ def test_auto_shards_a_model_that_one_device_holds_without_a_sample(tmp_path: Pa
     (path,) = tmp_path.glob("runs/*/plan.json")
     assert json.loads(path.read_text())["rung"]["ranks"] == 2
     assert json.loads(path.with_name("result.json").read_text())["peak_memory_bytes"] < 192 * 2**20
+
+
+def test_memory_that_runs_out_on_the_last_rung_lets_the_run_go_on_as_shards(tmp_path: Path) -> None:
+    (tmp_path / "growing.py").write_text(WIDE[: WIDE.index("class Wide")] + GROWING)
+    task = f"{tmp_path / 'growing.py'}:Growing"
+    settings: dict[str, Any] = {"precision": "fp64", "num_workers": "0", "oom_retries": 0, "accumulation_splits": 2,
+                                "scheduler": "constant", "optimizer": "sgd"}  # fmt: skip
+    settings["optimizer_args"] = {"momentum": 0.0}
+    weights = []
+    for name, ranks, device in (("large", 1, "sim:2GiB"), ("small", 2, "sim:168MiB")):
+        (tmp_path / name).mkdir()
+        assert run_ranks(ranks, train_task, tmp_path / name, task=task, devices=[device], **settings) == [0] * ranks
+        (path,) = tmp_path.glob(f"{name}/runs/*/checkpoints/manifest.json")
+        newest = path.with_name(json.loads(path.read_text())["checkpoints"][0]["file"])
+        weights.append(torch.cat([one.flatten() for one in torch.load(newest)["model"].values()]))
+    assert relative_error(weights[1], weights[0]) <= 1e-12
+    told = torch.load(tmp_path / "small" / "outcome-0.pt")[1]
+    assert any("memory ran out on the last rung; the run goes on from its checkpoint" in text for text in told)
+    # A later attempt, and a later run, begin on the rung that worked.
+    (plan,) = tmp_path.glob("small/runs/*/plan.json")
+    assert json.loads(plan.read_text())["rung"]["ranks"] == 2
+    observed = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("small/state/observations/*.json"))]
+    assert [one["outcome"] for one in observed] == ["rescued", "rescued", "ok", "ok"]
+    assert [one["limits"][""]["ranks"] for one in observed] == [1, 1, 2, 2]
 
 
 WIDE: Final = """
@@ -180,4 +206,28 @@ class LargeLoss(can_train.Task):
     def loss(self, model, batch):
         repeated = model(batch[0]).repeat(1, 1, 10240)
         return {"sine": (repeated.sin().mean((1, 2)).sum(), len(batch[0]))}
+"""
+
+# 40 MiB of weights, as many of gradients, and, after a step, 100 MiB a sample outside of modules.
+GROWING: Final = """
+class Growing(can_train.Task):
+    training = {"lr_batch_size": 4, "epochs": 3, "min_steps_per_epoch": 1}
+    held = 1
+
+    def before_step(self, model, rows, progress, generator):
+        self.held = 25 * 2**17 if progress > 0.3 else 1
+
+    def datasets(self):
+        generator = torch.Generator().manual_seed(0)
+        samples = [(torch.randn(8, 256, generator=generator),) for _ in range(8)]
+        return {"train": samples[:4], "validation": samples[4:6], "test": samples[6:]}
+
+    def model(self):
+        blocks = [Block(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(10)]
+        return nn.Sequential(*blocks, nn.Linear(256, 8))
+
+    def loss(self, model, batch):
+        scores = model(batch[0]).mean((1, 2))
+        held = (scores.sin()[:, None] * scores.new_ones(self.held)).exp().mean(1)
+        return {"sine": ((scores.square() + held).sum(), len(batch[0]))}
 """

@@ -745,6 +745,11 @@ class MicroBatcher:
         if self.other is not None and state["other"] is not None:
             self.other.load_state_dict(state["other"], same_device=same_device)
 
+    def go_on_with(self, model: nn.Module) -> None:
+        """Computes with a whole model from now on, in place of its shards; its out-of-memories stay known."""
+        self._model, self._parameters, self.shards, self._undo = model, parameters_of(model), None, None
+        self._evaluation = Rescue(self._meter, self._settings)
+
     def set_limits(self, rules: SplitRules, limits: DeviceLimits | None) -> None:
         """Replaces rules and limits after the device was explored again."""
         self.rules = rules

@@ -261,6 +261,7 @@ class Session(Parts):
         ooms_elsewhere: Out-of-memories that other ranks survived, once training has ended.
         data: The task's data on the device.
         is_thawed: Whether other parameters are trained than at first, by other plans than those in the run folder.
+        goes_on_as_shards: Whether memory ran out on the last rung, and the run goes on from its checkpoint as shards.
     """
 
     planners: Planners
@@ -278,6 +279,7 @@ class Session(Parts):
     ooms_elsewhere: int = 0
     leak_watch: LeakWatch = field(default_factory=LeakWatch)
     is_thawed: bool = False
+    goes_on_as_shards: bool = False
 
     def __post_init__(self, plans: Sequence[RunPlan], steps_done: int) -> None:
         training, task, measured = self.training, self.task, self.run.monitor
@@ -398,6 +400,11 @@ class Session(Parts):
         """This rank's plans of all phases as one."""
         first, *later = (engine.run_plan for engine in self.engines)
         return replace(first, later=tuple(later))
+
+    @property
+    def limits_of(self) -> str:
+        """The device that limits are learned on: a device with shards has limits of its own."""
+        return self.meter.key if self.shards is None else f"{self.meter.key}, {self.shards.size} shards"
 
     @property
     def trainable(self) -> list[tuple[bool, ...]]:
@@ -690,7 +697,7 @@ class Session(Parts):
                 "progress": asdict(self.progress),
                 "metrics_lines": self.metrics.lines,
                 "logical_batch": self.engine.run_plan.phase_plan.logical_batch,
-                "device": self.meter.key,
+                "device": self.limits_of,
                 **of_ranks[0],
                 "other_ranks": list(of_ranks[1:]),
             }
@@ -728,7 +735,7 @@ class Session(Parts):
         self.task.restore_reading(state.get("reading", {}))
         of_ranks, rank = [state, *state["other_ranks"]], self.ranks.rank
         if len(of_ranks) == self.ranks.size:
-            same_device = state["device"] == self.meter.key
+            same_device = state["device"] == self.limits_of
             self._restore_thawed([one["thawed_plan"] for one in of_ranks])
             for engine, micro_batches in zip(self.engines, of_ranks[rank]["micro_batches"], strict=True):
                 engine.batcher.load_state_dict(micro_batches, same_device=same_device)
@@ -787,7 +794,7 @@ class Session(Parts):
     def _restore_ladders(self, state: Mapping[str, Any]) -> None:
         """Goes on on the rungs of the attempt before, so that the optimizers' state is read to where it waits."""
         of_ranks = [state, *state["other_ranks"]]
-        if len(of_ranks) == self.ranks.size and state["device"] == self.meter.key:
+        if len(of_ranks) == self.ranks.size and state["device"] == self.limits_of:
             saved = of_ranks[self.ranks.rank]["micro_batches"]
             for engine, micro_batches in zip(self.engines, saved, strict=True):
                 engine.batcher.ladder.load_state_dict(micro_batches["ladder"])
@@ -801,7 +808,7 @@ class Session(Parts):
         """
         plans = [_split_finer(RunPlan.from_plain(one), self.own_plan.factor) for one in saved if one]
         rank = self.ranks.rank
-        if not plans or not all(self.ranks.gather(lambda: still_fits(plans[rank], self.meter))):
+        if not plans or not all(self.ranks.gather(lambda: _still_holds(plans[rank], self.planners))):
             return
         self._use_thawed(plans)
         for engine in self.engines:
@@ -894,12 +901,20 @@ def _adopt(planners: Planners, factor: FactorRule, first: RunPlan, own: RunPlan 
         planner.reporter.notice(f"The run goes on with {now}: its batch is kept, limits and micro-batches start anew")
     # An attempt that was killed while it wrote plans may leave this rank one of another logical batch.
     if own is not None and same_ranks and own.shares_with(first):
-        if still_fits(own, planner.meter):
+        if _still_holds(own, planners):
             return own
-        planner.reporter.notice("The plan was made for another device: its batch is kept, and cut as this one needs")
+        if own.rung.ranks == planner.rungs[0].ranks:
+            planner.reporter.notice(
+                "The plan was made for another device: its batch is kept, and cut as this one needs"
+            )
     if first.limits is None:
         return planners.make(factor)
     return planners.place_data(planners.replan_same_batch(first, factor), factor)
+
+
+def _still_holds(plan: RunPlan, planners: Planners) -> bool:
+    """Tells whether an earlier plan is of this device, and of a model that is whole or shared out as it is now."""
+    return plan.rung.ranks == planners.first.rungs[0].ranks and still_fits(plan, planners.first.meter)
 
 
 def read_plan(path: Path) -> RunPlan | None:

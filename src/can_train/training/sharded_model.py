@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 
 from can_train.errors import ConfigError, DoesNotFitError
-from can_train.fit.micro_batcher import MicroBatcher
 from can_train.fit.planner import Planner, Planners, on_no_rung
 from can_train.fit.rungs import SPLIT_ALONE, Rung
 from can_train.fit.sharding import Shards, fits_whole, unshardable_because
@@ -19,7 +18,6 @@ from can_train.memory.out_of_memory import forget_frames
 from can_train.memory.sharded_tensors import shard_of
 from can_train.reporter import SilentReporter
 from can_train.training.distributed import ConnectedRanks, RankFailedError
-from can_train.training.inference import rescue_settings
 from can_train.training.loading import fresh_model, start_from
 
 if TYPE_CHECKING:
@@ -73,6 +71,14 @@ def may_shard(training: TrainingSettings, ranks: Ranks) -> bool:
     if training.fit == "shard" and refusal is not None:
         raise refusal
     return training.fit in ("auto", "shard") and refusal is None
+
+
+def may_climb_to_shards(parts: Parts) -> bool:
+    """Tells whether a run whose samples fit on no other rung any more may go on with shards of its model."""
+    training = parts.training
+    is_free = training.fit == "auto" and training.adaptive_micro_batch and may_shard(training, parts.ranks)
+    # Shards make no room for the models that the task consults.
+    return is_free and not parts.task.reference_models()
 
 
 def plan_model(
@@ -188,6 +194,5 @@ def join_for_judgement(session: Session) -> None:
         shard_of(parameter).untyped_storage().resize_(0)
     session.shards = None
     session.model = fresh_model(session.run, session.task, session.meter)
-    rescue = rescue_settings(session.training)
     for engine in session.engines:
-        engine.batcher = MicroBatcher(session.model, meter=session.meter, rescue=rescue)
+        engine.batcher.go_on_with(session.model)

@@ -59,7 +59,7 @@ from can_train.io.records import check_writable, is_file, open_to_append, this_h
 from can_train.io.units import size_text
 from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.meters import Meter, open_meter
-from can_train.memory.out_of_memory import headline, is_host_memory, without_others
+from can_train.memory.out_of_memory import forget_frames, headline, is_host_memory, without_others
 from can_train.memory.sharded_tensors import shard_of
 from can_train.memory.simulated.allocator import reserved_for
 from can_train.reporter import (
@@ -101,7 +101,7 @@ from can_train.training.loading import (
 from can_train.training.reference_models import ReferenceModels
 from can_train.training.report import detail_lines, plan_summary
 from can_train.training.session import Parts, Session, load_checkpoint, read_plan, resolve_plans
-from can_train.training.sharded_model import Sharded, join_for_judgement, may_shard, plan_model
+from can_train.training.sharded_model import Sharded, join_for_judgement, may_climb_to_shards, may_shard, plan_model
 
 T = TypeVar("T")
 
@@ -341,19 +341,54 @@ def _run_attempt(parts: Parts) -> Outcome:
     training = parts.training
     limits = nullcontext() if training.compile == "off" else compiler_limits()
     with parts.meter.active(), tf32(training, parts.meter.device), limits:
-        session = make_session(parts, rule)
-        # Writes the observation, which later runs learn from, when the block is left.
-        with recording_observation(session):
-            train(session)
-            # Only rank 0 judges; the others end here and free their devices.
-            parts.ranks.close()
-            if not parts.ranks.is_first:
-                summary = f"rank {parts.ranks.rank} trained; rank 0 judges"
-                return Outcome(folder=folder, summary_tables=(), tables=(), summary=summary)
-            result = _result(session)
-            session.track(scores(result["judgement"]))
+        result = _attempt_result(parts, rule)
+    if result is None:
+        summary = f"rank {parts.ranks.rank} trained; rank 0 judges"
+        return Outcome(folder=folder, summary_tables=(), tables=(), summary=summary)
     write_json_atomic(folder.result_path, result)
     return _outcome(parts.task, folder, result)
+
+
+def _attempt_result(parts: Parts, rule: FactorRule) -> dict[str, Any] | None:
+    """Trains, and judges on rank 0: returns its result, None on other ranks. A run that ends for lack of memory on the
+    last rung goes on from its checkpoint with shards of the model.
+    """
+    session = make_session(parts, rule)
+    try:
+        return _trained_and_judged(session)
+    except (DoesNotFitError, RankFailedError) as error:
+        if not session.goes_on_as_shards:
+            raise
+        failed = error
+    ranks = parts.ranks.size
+    text = f"step {session.progress.step}: memory ran out on the last rung; the run goes on from its checkpoint with"
+    parts.reporter.notice(f"{text} weights, gradients and optimizer state as shards on {ranks} ranks")
+    session.data.move_to_host()
+    # The model and the state of its optimizers leave the device, which shards are to fit into.
+    forget_frames(failed)
+    del session
+    parts.meter.release()
+    try:
+        session = make_session(parts, rule, as_shards=True)
+    except (DoesNotFitError, RankFailedError) as error:
+        if not isinstance(error, DoesNotFitError) and not error.did_not_fit:
+            raise
+        failed.value = f"{failed.value}, also with --fit shard"
+        raise failed from error
+    return _trained_and_judged(session)
+
+
+def _trained_and_judged(session: Session) -> dict[str, Any] | None:
+    # Writes the observation, which later runs learn from, when the block is left.
+    with recording_observation(session):
+        train(session)
+        # Only rank 0 judges; the others end here and free their devices.
+        session.ranks.close()
+        if not session.ranks.is_first:
+            return None
+        result = _result(session)
+        session.track(scores(result["judgement"]))
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,18 +403,19 @@ class _PlannedModel:
     shards: Shards | None  # None: each rank has the whole model
 
 
-def make_session(parts: Parts, factor: FactorRule) -> Session:
+def make_session(parts: Parts, factor: FactorRule, *, as_shards: bool = False) -> Session:
     """Builds the model, makes or reads the plan, and restores the last checkpoint.
 
     Args:
         parts: The parts that the attempt is made from.
         factor: How the safety factor of a plan that is made here is decided.
+        as_shards: Whether each rank has a shard of the model, whatever the plan says.
     """
     task, meter, reporter, ranks = parts.task, parts.meter, parts.reporter, parts.ranks
     _keep_imports_from_collections()
     checkpoint = load_checkpoint(parts)
     planned = plan_model(parts, partial(_planned, parts, factor), is_new=checkpoint is None,
-                         was_sharded=lambda: _was_sharded(parts, factor))  # fmt: skip
+                         was_sharded=lambda: as_shards or _was_sharded(parts, factor))  # fmt: skip
     plans, references, average = planned.plans, planned.references, planned.average
     _show_plan(parts, plans[ranks.rank], references)
     # After the plan, whose limits count them; each rank decides for its own device.
@@ -641,6 +677,7 @@ def take_step(session: Session, rows: Rows, *, ends_epoch: bool) -> None:
                 engine.optimization.set_trainable(flags)
             snapshot.restore()
             session.save()
+            session.goes_on_as_shards = session.shards is None and may_climb_to_shards(session)
         raise
     if session.average is not None:
         session.average.after_step(progress.step + 1)
@@ -1059,6 +1096,8 @@ def recording_observation(session: Session) -> Iterator[None]:
         outcome = "rescued" if session.ooms_rescued > ooms_before else "ok"
     except BaseException as error:
         outcome = "interrupted" if isinstance(error, RankFailedError) else outcome_of(error)
+        if session.goes_on_as_shards:
+            outcome = "rescued" if outcome == "oom" else "ok"
         if isinstance(error, CanTrainError):
             error.exit_code = RUN_FAILED
         raise
