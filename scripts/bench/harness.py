@@ -55,7 +55,9 @@ class Benchmark:
         )
         parser.add_argument("--no-write", action="store_true", help="leave RESULTS.md as it is")
         if self.quick:
-            parser.add_argument("--quick", action="store_true", help=f"{self.quick}; writes nothing")
+            # argparse formats a help text with %.
+            text = f"{self.quick}; writes nothing".replace("%", "%%")
+            parser.add_argument("--quick", action="store_true", help=text)
         return parser
 
     def finish(self, options: argparse.Namespace, missed: Sequence[str] = (), *, write: bool = True,

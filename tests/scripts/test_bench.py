@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bench import measure_all
-from bench.harness import RESULTS, template
+from bench.harness import RESULTS, Benchmark, template
 from bench.harness import SECTIONS as TEMPLATES
 from bench.measure_all import ARGUMENTS, Outcome, benchmarks, run
 from bench.measure_bus import (
@@ -107,6 +107,11 @@ def test_a_bar_of_nothing_is_not_drawn() -> None:
 def test_all_runs_every_benchmark_but_itself() -> None:
     assert benchmarks() == [link.name for link in LINKS if link.name != "all"]
     assert set(ARGUMENTS) <= set(benchmarks())
+
+
+def test_a_quick_run_of_some_percent_is_in_the_help() -> None:
+    text = Benchmark("bench.measure_all", quick="the GAN with 50 %").parser().format_help()
+    assert "the GAN with 50 %; writes nothing" in text
 
 
 def test_what_is_not_run_or_in_part_says_why() -> None:
