@@ -23,7 +23,8 @@ from can_train.training.train import train_new
 from fakes.bitwise import final_state
 
 pytestmark = pytest.mark.slow
-BLOCKS: Final = 6
+BLOCKS: Final = 4
+RECOMPUTED: Final = f"recompute, {BLOCKS} modules"
 CLOCKED: Final = f"""
 import torch
 from torch import nn
@@ -56,7 +57,7 @@ class Deep(can_train.Task):
         SimulatedMeter.moved += 2 * {BLOCKS} * (SimulatedMeter.fixed + len(batch[0]))
         return {{"square": (model(batch[0]).square().mean((1, 2)).sum(), len(batch[0]))}}
 """
-DEVICE: Final = "12MiB"
+DEVICE: Final = "8MiB"
 
 
 def train_clocked(folder: Path, monkeypatch: pytest.MonkeyPatch, *, fixed: float, **settings: Any) -> Path:
@@ -93,7 +94,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
 
 def told(run: Path) -> str:
     plan = read(run)
-    return "\n".join([*plan_summary(plan, "sim-12MiB", 12 * 2**20), *detail_lines(plan)])
+    return "\n".join([*plan_summary(plan, "sim-8MiB", 8 * 2**20), *detail_lines(plan)])
 
 
 def test_the_first_run_tries_a_rung_on_which_larger_micro_batches_fit(runs: list[Path]) -> None:
@@ -102,8 +103,8 @@ def test_the_first_run_tries_a_rung_on_which_larger_micro_batches_fit(runs: list
     assert plan.other_rung is not None
     assert len(plan.other_rung.rung.recompute) == BLOCKS
     tried = {(trial.rung, trial.samples): trial.steps for trial in choice_of(plan).trials}
-    assert tried["recompute, 6 modules", 8.0] == 3
-    words = "3 steps of the run try micro-batches of up to 8 samples, where 6 modules (*) are computed again"
+    assert tried[RECOMPUTED, 8.0] == 3
+    words = f"3 steps of the run try micro-batches of up to 8 samples, where {BLOCKS} modules (*) are computed again"
     assert f"To learn which is faster, {words}" in told(runs[0])
 
 
@@ -114,8 +115,8 @@ def test_the_next_run_takes_the_rung_that_took_less_time(runs: list[Path]) -> No
     assert plan.phase_plan.most_parts == 1
     # Two micro-batches take 3 forward passes each, and one takes 4.
     assert choice.gain == pytest.approx(1 - 4 * 208 / (2 * 3 * 204), abs=0.06)
-    assert "Larger micro-batches by recompute, 6 modules are faster: 8 samples on average, against" in told(runs[1])
-    assert "So that it is faster, 6 modules (*) are computed again in the backward pass" in told(runs[1])
+    assert f"Larger micro-batches by {RECOMPUTED} are faster: 8 samples on average, against" in told(runs[1])
+    assert f"So that it is faster, {BLOCKS} modules (*) are computed again in the backward pass" in told(runs[1])
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -135,4 +136,4 @@ def test_a_later_run_begins_its_comparison_with_the_first_rung_that_fits(runs: l
     *_, last = summary.runs
     assert [rung_of(limits) for limits in last.limits.values()] == [SPLIT_ALONE]
     (replayed,) = replay_sizes(summary)[-1]
-    assert (replayed.own_rung, replayed.rung, replayed.samples) == ("recompute, 6 modules",) * 2 + (8.0,)
+    assert (replayed.own_rung, replayed.rung, replayed.samples) == (RECOMPUTED,) * 2 + (8.0,)
