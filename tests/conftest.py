@@ -80,3 +80,10 @@ def imports_are_no_garbage() -> None:
 def repository() -> Path:
     """The folder with pyproject.toml in it."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this call of pytest for all of its processes."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own

@@ -2,18 +2,20 @@
 
 import ast
 import contextlib
+import fcntl
 import io
 import re
 import shlex
 import shutil
 import tomllib
 from collections.abc import Iterator
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 import pytest
 
 from can_train.cli.main import main
+from can_train.memory.catalogue import find_card
 from fakes.lightning_warnings import QUIET_LIGHTNING
 from fakes.random_bus import random_frames, write_candump, write_log
 from guards.sources import PACKAGE
@@ -35,6 +37,9 @@ OPENING = 12
 
 NEEDS_A_LIVE_RUN = ("logs", "cancel", "resume", "resubmit")
 """Commands that only a run at work or a submitted one can be given to: their words and options are read, no more."""
+
+PROGRAMS = (".pt2", ".onnx")
+"""Endings of programs. tests/training/test_export.py exports a classifier as both, which takes a minute."""
 
 
 def blocks(markdown: str, *languages: str) -> list[str]:
@@ -63,14 +68,26 @@ FILES = {match[1]: block for text in TEXTS.values() for block in blocks(text, "p
 """The Python files that pages show, by the name in their first line."""
 
 LINES = command_lines("\n".join(TEXTS.values()))
-TRAINING = [line for line in LINES if line and line[0].startswith("-")]
-COMMANDS = [line for line in LINES if line and not line[0].startswith("-")]
+
+COMPARED = command_lines("\n".join(block for text in TEXTS.values() for block in re.findall(
+    r"<!-- (?:[\w-]+):begin -->\n(.*?)<!-- [\w-]+:end -->", text, flags=re.DOTALL)))  # fmt: skip
+"""The lines that tests/scripts/test_examples.py runs as they are, and whose output it compares."""
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with logs, a classifier, an autoencoder, and what they taught."""
-    folder = tmp_path_factory.mktemp("desk")
+def desk(shared: Path) -> Path:
+    """A folder with logs, a classifier, an autoencoder, and what they taught. The first process to need it makes it."""
+    folder, mark = shared / "desk", shared / "desk-is-made"
+    with (shared / "desk.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not mark.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            make_desk(folder)
+            mark.touch()
+    return folder
+
+
+def make_desk(folder: Path) -> None:
     (folder / "path" / "to" / "folder").mkdir(parents=True)
     for number, name in enumerate(("log.csv", "folder/one.csv", "folder/two.csv")):
         write_log(folder / "path" / "to" / name, random_frames(4_000, number))
@@ -89,8 +106,6 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (folder / "run.yaml").write_text(said(["show", "last", "--config"]))
         said(["factors", "--export", "factors.json"])
         said(["factors", "synthetic_gat_student_normal", "--pin", "0.7"])
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
@@ -139,29 +154,52 @@ def for_run(line: list[str], run: Path) -> list[str]:
     return [run.name if word == RUN else word for word in line]
 
 
+def for_one_gpu(line: list[str]) -> list[str]:
+    """The line for the first of its GPUs: a step is recorded for each, which takes seconds."""
+    return [word.partition(",")[0] if before == "--target-gpu" else word for before, word in pairwise(["", *line])]
+
+
 def classifier(folder: Path) -> Path:
     return next((folder / "runs").glob("*_gat_teacher_*"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("line", TRAINING, ids=shlex.join)
-def test_a_training_line_resolves(here: Path, line: list[str]) -> None:
-    if "--help" not in line:
+def as_tried(line: list[str]) -> list[str]:
+    """The line as it is run here: for little data, and without what takes minutes."""
+    if "--help" in line:
+        return line
+    line = for_one_gpu(line)
+    if line[0].startswith("-"):
         # A student is probed in half the time.
         size = [] if "--size" in line or "--task" in line else ["--size", "student"]
-        line = [*for_run(with_known_data(line), classifier(here)), *size, "--dry-run"]
-    assert said(line)
+        return [*without_dry_run(with_known_data(line)), *size, "--dry-run"]
+    if line[0] in NEEDS_A_LIVE_RUN or (line[0] == "export" and line[-1].endswith(PROGRAMS)):
+        return [*line, "--help"]
+    if line[0] == "pipeline":
+        return [*without_dry_run(with_known_data(line)), *([] if "--show" in line else ["--dry-run"])]
+    if line[0] == "diff":
+        return [shlex.join([*shlex.split(word), *SMALL]) if word.startswith("--model") else word for word in line]
+    return [*line, *SMALL] if "--model" in line else line
+
+
+def without_dry_run(line: list[str]) -> list[str]:
+    return [word for word in line if word != "--dry-run"]
+
+
+RUN_HERE = [line for line in LINES if line and line not in COMPARED]
+TRIED = [*{tuple(as_tried(line)): line for line in RUN_HERE}.values()]
+"""A line each for the lines that are run alike."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", COMMANDS, ids=shlex.join)
+@pytest.mark.parametrize("line", [line for line in TRIED if line[0].startswith("-")], ids=shlex.join)
+def test_a_training_line_resolves(here: Path, line: list[str]) -> None:
+    assert said(for_run(as_tried(line), classifier(here)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", [line for line in TRIED if not line[0].startswith("-")], ids=shlex.join)
 def test_a_command_does_what_it_is_shown_for(here: Path, line: list[str]) -> None:
-    line = for_run(line, classifier(here))
-    if line[0] in NEEDS_A_LIVE_RUN:
-        line = [*line, "--help"]
-    elif line[0] == "pipeline":
-        line = [*with_known_data(line), *([] if "--show" in line else ["--dry-run"])]
-    said(line)
+    said(for_run(as_tried(line), classifier(here)))
     if "--scores" in line:
         assert (here / line[line.index("--scores") + 1]).stat().st_size > 0
 
@@ -173,6 +211,12 @@ def test_a_command_does_what_it_is_shown_for(here: Path, line: list[str]) -> Non
 def test_a_line_that_is_wrong_is_noticed(here: Path, line: list[str]) -> None:
     with pytest.raises(AssertionError):
         said(line)
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if "--target-gpu" in line], ids=shlex.join)
+def test_every_gpu_that_a_line_names_is_known(line: list[str]) -> None:
+    for name in line[line.index("--target-gpu") + 1].split(","):
+        assert find_card(name)
 
 
 @pytest.mark.parametrize("line", LINES, ids=shlex.join)
