@@ -20,6 +20,9 @@ NOT_COMPARED: Final = {
 }
 """The groups of scripts/bench/example whose outputs stand on no page as text."""
 
+ELSEWHERE: Final = {"demo": "compared in tests/cli/test_demo.py, which looks at the files that it leaves, too"}
+"""The groups that another test compares."""
+
 VARYING: Final = {
     "the id of a run": (r"(\d{8}-\d{6}-\w+-|\d{4}-\d{6}-)[0-9a-f]{4}", "RUN"),
     "the time of a stage": (r" *\b\d+:\d\d(?::\d\d)?\b", " TIME"),
@@ -87,7 +90,8 @@ def test_a_page_shows_what_a_command_prints(tmp_path: Path, group: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", [name for name in example.GROUPS if name not in ("help", "learning", *NOT_COMPARED)])
+@pytest.mark.parametrize("group", [name for name in example.GROUPS
+                                   if name not in ("help", "learning", *NOT_COMPARED, *ELSEWHERE)])  # fmt: skip
 def test_a_page_shows_what_trainings_print(tmp_path: Path, group: str) -> None:
     for made, shown in differences(group, tmp_path):
         assert made == shown
