@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -77,6 +77,7 @@ def test_uneven_micro_batches_have_the_gradient_of_the_whole_batch(name: str, dt
 
 
 @every_objective
+@settings(max_examples=30)  # for each objective
 @given(stops=st.sets(st.integers(1, SAMPLES - 1)), seed=st.integers(0, 9))
 def test_any_cut_has_the_gradient_of_the_whole_batch(name: str, stops: set[int], seed: int) -> None:
     data = Ragged.draw(SAMPLES, torch.float64, seed)
