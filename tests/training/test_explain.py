@@ -114,7 +114,8 @@ def test_a_trained_run_is_explained_by_its_plan(
     explained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = ("--runs-dir", str(tmp_path / "runs"), "--state-dir", str(tmp_path))
-    assert main((*SIMULATED[1:], "--epochs", "1", "--quiet", *runs)) == 0
+    short = ("--set", "dataset.synthetic.seconds=5", "--epochs", "1", "--no-baselines", "--quiet")
+    assert main((*SIMULATED[1:], *short, *runs)) == 0
     capsys.readouterr()
     found = explained("explain", "last", "--runs-dir", str(tmp_path / "runs"), "--quiet")
     check(found)
