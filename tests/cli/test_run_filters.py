@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from can_train.cli.main import main
 from can_train.errors import ConfigError
+from can_train.io.records import write_text_atomic
 from can_train.report.run_list import Condition, RunFilter, RunList, parse_since
 from can_train.runs.registry import Registry, RunRecord
 from can_train.runs.scheduler import AccountRow, SchedulerAnswer
@@ -155,6 +156,25 @@ def test_slurm_is_asked_once_about_a_run_that_ended_and_again_where_it_was_silen
     runs.submit(path, "8", time="2026-01-02T00:00:00+00:00")
     state(answering)
     assert len(answering.asked) == 2
+
+
+def test_a_replaced_or_missing_file_is_noticed_in_a_folder_that_was_settled(
+    shelf: Shelf, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("can_train.report.run_list.SETTLED_S", -10.0)
+    assert listed(shelf, capsys, "--where", "mcc>=0.6") == [1]
+    (path,) = (shelf.folder / "runs").glob("*-0001")
+    text = (path / "config.yaml").read_text()
+    write_text_atomic(path / "config.yaml", text.replace("lr: 0.5", "lr: 0.7"))
+    assert listed(shelf, capsys, "--where", "lr=0.7") == [1]
+    # As `resume --epochs` does.
+    (path / "result.json").rename(path / "result-at-step-9.json")
+    assert listed(shelf, capsys, "--state", "finished") == []
+    write_text_atomic(
+        path / "result.json", json.dumps({**SCORES, "judgement": {"test": {"a": {"model": {"mcc": 0.1}}}}})
+    )
+    assert listed(shelf, capsys, "--where", "mcc<0.2") == [1]
+    assert listed(shelf, capsys, "--where", "mcc<0.2") == [1]
 
 
 def test_tags_and_notes_are_shown_and_taken_away(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,11 +7,12 @@ gives wrong records without an error, and locks fail on some network file system
 lock.
 """
 
+import gc
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property, reduce
@@ -205,6 +206,18 @@ def read_folder(
     if server_time - (time.monotonic() - started) - changed_ns / 1e9 > settled_s:
         remember(listing_path, _Listing(index.check, changed_ns, unindexed))
     return index, unindexed
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Stops the collection of cycles in the block, which would look at tens of thousands of records again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def remember(path: Path, value: object) -> None:

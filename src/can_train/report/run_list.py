@@ -23,7 +23,7 @@ from can_train.config.resolved import config_folder, flat_settings
 from can_train.config.settings import canonical_name
 from can_train.config.task_settings import key_name, package_folders
 from can_train.errors import ConfigError, unknown_name
-from can_train.io.index import index_folder, recall, remember
+from can_train.io.index import SETTLED_S, index_folder, recall, remember, without_collections
 from can_train.io.records import utc_text
 from can_train.report.run_facts import device_of, result_of, seconds_of
 from can_train.report.scores import mapping, ranked_values
@@ -190,10 +190,13 @@ _NO_SCORES: Final = msgspec.Raw(msgspec.msgpack.encode({}))
 _NO_FIGURES: Final = msgspec.Raw(msgspec.msgpack.encode(RunFigures()))
 
 
-class _Entry(msgspec.Struct, array_like=True):
-    """The facts about a run; `identity` changes with the files that they were read from."""
+class _Entry(msgspec.Struct, array_like=True, gc=False):
+    """The facts about a run; `identity` changes with the files that they were read from, `folder` with the names in its
+    folder: can-train replaces these files, and changes neither in its place.
+    """
 
     identity: int
+    folder: int  # 0: it has just changed, and another change might not change its time
     data_set: tuple[str, str]
     groups: list[int]  # its groups of settings, as places in the table of groups
     state: str = ""  # empty: not settled
@@ -278,6 +281,7 @@ class RunList:
         self._table = _Table()
         self._is_changed = False
 
+    @without_collections()
     def select(self, chosen: RunFilter) -> "RunList":
         """Keeps the runs that meet the conditions.
 
@@ -401,11 +405,15 @@ class RunList:
         self._is_changed = earlier.scored_by != code
         for run in self.runs:
             # Identified before they are read: a file written meanwhile is then read again.
-            identity, before = _identify(run.path, CONFIG, RESULT), self._entries.get(run.path)
+            folder, before = _identify_folder(run.path), self._entries.get(run.path)
+            is_known = before is not None and folder != 0 and before.folder == folder
+            identity = before.identity if before is not None and is_known else _identify(run.path, CONFIG, RESULT)
             if before is None or before.identity != identity:
                 writer = writer or _TableWriter(self._table)
-                before = _Entry(identity, data_set_of(run.config), writer.add(flat_settings(run.config)))
+                before = _Entry(identity, folder, data_set_of(run.config), writer.add(flat_settings(run.config)))
             elif earlier.scored_by == code or before.state != FINISHED:
+                self._is_changed |= before.folder != folder
+                before.folder = folder
                 continue
             self._entries[run.path] = self._scored(run, before)
             self._is_changed = True
@@ -497,6 +505,17 @@ def _scored_by() -> str:
     # Presets are files that a person edits.
     files = [*(file for folder in package_folders() for file in folder.rglob("*.py")), *config_folder().rglob("*.yaml")]
     return f"{__version__} {max(path.stat().st_mtime_ns for path in files)}"
+
+
+def _identify_folder(path: str) -> int:
+    """Returns a number that changes whenever a file of a folder is made, replaced or removed; 0: it is not certain."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 - of thousands of runs, paths cost more
+    except OSError:
+        return 0
+    # A folder that another machine changes may have a time ahead of this machine's clock.
+    is_settled = status.st_ctime < time.time() - SETTLED_S
+    return hash((status.st_ino, status.st_mtime_ns, status.st_ctime_ns)) if is_settled else 0
 
 
 def _identify(folder: str, *names: str) -> int:

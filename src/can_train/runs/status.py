@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from can_train.errors import RunError, nearest_first
 from can_train.io import records
+from can_train.io.index import without_collections
 from can_train.io.records import JobId
 from can_train.runs.registry import JobRecord, Registry, RunRecord
 from can_train.runs.run_folder import CONFIG, RunFolder, is_run_id, may_be_called, short_name, split_run_id
@@ -262,6 +263,7 @@ def read_tail(log: Path) -> str:
 # The list of runs, and their names
 
 
+@without_collections()
 def known_runs(registry: Registry, runs_dir: Path) -> list[KnownRun]:
     """Lists the runs of the registry and the unregistered runs in `runs_dir`, the newest first. Folders whose name is
     no run id (`is_run_id`) are left out.
@@ -270,12 +272,12 @@ def known_runs(registry: Registry, runs_dir: Path) -> list[KnownRun]:
         StateError: The registry cannot be read.
     """
     registered = {record.run_id: record for record in registry.runs() if is_run_id(record.run_id)}
-    names = {name for name in _names_in(runs_dir) if is_run_id(name)}
+    names = set(_names_in(runs_dir))
     real = os.path.realpath(runs_dir)
     runs = [
         _unregistered(runs_dir / name)
         for name in names - registered.keys()
-        if records.is_file(runs_dir / name / CONFIG)
+        if is_run_id(name) and records.is_file(runs_dir / name / CONFIG)
     ]
     for run_id, record in registered.items():
         path = record.path
