@@ -29,7 +29,7 @@ from can_train.cli.train_options import with_request_flags
 from can_train.errors import ConfigError, RunError, with_command_name
 from can_train.io.units import counted
 from can_train.report.run_facts import run_json
-from can_train.runs.run_folder import RunFolder, name_to_type, new_run_id
+from can_train.runs.run_folder import RunFolder, name_to_type, new_run_id, place_in_sweep
 from can_train.runs.run_state import FAILURES, FINISHED, live_row
 from can_train.runs.sweep_runs import can_go_on, has_failed
 from can_train.slurm import client as slurm
@@ -375,7 +375,6 @@ def _submit_again(status: "RunStatus", locator: RunLocator, *, keeps_memory: boo
 def _request_again(status: "RunStatus", locator: RunLocator, *, keeps_memory: bool) -> _Again:
     from can_train.config.compose import from_plain
     from can_train.runs.status import run_statuses
-    from can_train.runs.trials import place_in_sweep
     from can_train.slurm.script import Submission
     from can_train.slurm.snapshot import code_of
     from can_train.slurm.submission_plan import dependency_on

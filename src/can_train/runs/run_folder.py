@@ -438,6 +438,24 @@ class SweepRun:
 _NO_SWEEP: Final = SweepRun()
 
 
+def place_in_sweep(record: RunRecord, folder: RunFolder) -> SweepRun:
+    """Returns the place of a run in its sweep or search. The label of a trial is its values, once they are chosen."""
+    label, values = record.label, None
+    if record.sweep and not label:
+        # Not by `trials.Trial`: all that knows a run's status would import the search.
+        values = records.parse_object(records.text_or_nothing(folder.trial_path)).get("values")
+    return SweepRun(name=record.sweep, label=label_of(values) if isinstance(values, dict) else label)
+
+
+def label_of(values: Mapping[str, Any]) -> str:
+    """Writes values of settings as the label of a run.
+
+    >>> label_of({"training.lr": 0.01, "task.hidden": 8})
+    'lr=0.01 hidden=8'
+    """
+    return " ".join(f"{name.rpartition('.')[2]}={value}" for name, value in values.items())
+
+
 def make_run(
     run: ResolvedRun, reporter: Reporter, changed: Changed = None, *, run_id: str = "", sweep: SweepRun = _NO_SWEEP
 ) -> RunFolder:

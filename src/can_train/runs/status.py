@@ -19,7 +19,15 @@ from can_train.io import records
 from can_train.io.index import without_collections
 from can_train.io.records import JobId
 from can_train.runs.registry import JobRecord, Registry, RunRecord
-from can_train.runs.run_folder import CONFIG, RunFolder, is_run_id, may_be_called, short_name, split_run_id
+from can_train.runs.run_folder import (
+    CONFIG,
+    RunFolder,
+    is_run_id,
+    may_be_called,
+    place_in_sweep,
+    short_name,
+    split_run_id,
+)
 from can_train.runs.run_state import CAUSES, LIVE, AttemptFacts, RunFacts, RunState, infer_run_state, slurm_jobs
 from can_train.runs.scheduler import AccountRow, NoControllerError, QueueRow, Scheduler
 
@@ -88,9 +96,6 @@ class KnownRun:
     @cached_property
     def label(self) -> str:
         """The run's values of the settings that vary in its sweep or search; empty: it is in none."""
-        # Inside, since chains of imports are short.
-        from can_train.runs.trials import place_in_sweep
-
         return place_in_sweep(self.record, self.folder).label
 
 

@@ -21,8 +21,7 @@ import msgspec
 from can_train.config.axis import SearchAxis
 from can_train.errors import ConfigError, RunError, StateError
 from can_train.io import records
-from can_train.runs.registry import RunRecord
-from can_train.runs.run_folder import RunFolder, SweepRun
+from can_train.runs.run_folder import RunFolder, label_of
 
 if TYPE_CHECKING:
     import optuna
@@ -108,7 +107,7 @@ class Trial:
     @property
     def label(self) -> str:
         """Label of its run; empty where the values are not chosen yet."""
-        return " ".join(f"{name.rpartition('.')[2]}={value}" for name, value in (self.values or {}).items())
+        return label_of(self.values or {})
 
 
 class TrialRun:
@@ -234,16 +233,6 @@ def assignments(search: SettingsSearch, values: Mapping[str, Value]) -> list[str
 class _TrialEntry:
     number: int
     path: str  # folder of its run, absolute
-
-
-def place_in_sweep(record: RunRecord, folder: RunFolder) -> SweepRun:
-    """Returns the place of a run in its sweep or search. The label of a trial is its values, once they are chosen."""
-    label = record.label
-    if record.sweep and not label:
-        with suppress(RunError):
-            trial = TrialRun.of(folder)
-            label = trial.trial.label if trial else ""
-    return SweepRun(name=record.sweep, label=label)
 
 
 class SearchFolder:

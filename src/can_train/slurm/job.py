@@ -23,11 +23,10 @@ from can_train.memory.host import PACKED, control_groups
 from can_train.runs import attempts
 from can_train.runs.attempts import AttemptEnd, Attempts, SlurmContext, StopRequests
 from can_train.runs.registry import JobRecord, Registry, RetryRecord, RunRecord
-from can_train.runs.run_folder import RunFolder
+from can_train.runs.run_folder import RunFolder, place_in_sweep
 from can_train.runs.run_state import HOST_OOM, error_in_words, log_causes
 from can_train.runs.scheduler import NoControllerError
 from can_train.runs.status import read_tail
-from can_train.runs.trials import place_in_sweep
 from can_train.slurm import client
 
 if TYPE_CHECKING:
