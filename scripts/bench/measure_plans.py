@@ -90,7 +90,7 @@ def compare(folder: Path, model: str, size: str, batches: Sequence[int]) -> list
         task = task or load_task(run, SilentReporter())
         (dry,) = dry_plans(run, find_targets(run, [], SilentReporter()), SilentReporter()).cards
         if dry.plan is None or dry.plan.limits is None:
-            raise dry.error or DoesNotFitError("A plan has limits", value=run.key)
+            raise dry.error or DoesNotFitError("A plan has limits", value=run.key, remedy="Plan it alone")
         limits, (measured, rows, sizes) = dry.plan.limits, measured_peak(folder, run, task)
         parts = BatchCosts.priced(limits.training.model, task.batch_features(rows)).parts(sizes)
         first, *later = (part.total for part in parts)

@@ -206,7 +206,7 @@ def record(configuration: Configuration, key: str) -> dict[str, Any]:
     if not simulated:
         card = recordable(key, capacity)
         if card is None:
-            raise DeviceError("The catalogue has no such card", value=key)
+            raise DeviceError("The catalogue has no such card", value=key, remedy="Add it to the catalogue")
         target = card
     task, training = (
         make_task(configuration.model, small=simulated),
@@ -267,7 +267,9 @@ def limited_device(device: str, capacity_bytes: int) -> Iterator[Meter]:
     try:
         limited = open_meter(device)
         if limited.capacity_bytes > capacity_bytes:
-            raise DeviceError("This torch does not report its share of the GPU", value=torch.__version__)
+            raise DeviceError(
+                "This torch does not report its share of the GPU", value=torch.__version__, remedy="Take a later one"
+            )
         yield limited
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, whole.device)

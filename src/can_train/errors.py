@@ -3,6 +3,7 @@ without a traceback and exits with `exit_code`.
 
 CanTrainError                                     2
 ├── ConfigError
+│   ├── SettingError
 │   └── ArgumentError (also a ValueError)
 ├── DataError
 │   └── MissingDataError
@@ -119,7 +120,7 @@ class CanTrainError(Exception):
     exit_code: int = 2  # a wrong command line or configuration; `RUN_FAILED` once training has begun
     in_json: bool = False  # whether JSON that says so has been printed
 
-    def __init__(self, rule: str, *, value: str = "", remedy: str = "") -> None:
+    def __init__(self, rule: str, *, value: str = "", remedy: str) -> None:
         super().__init__(rule, value, remedy)
         self.rule = rule
         self.value = value
@@ -149,8 +150,20 @@ class ConfigError(CanTrainError):
     """An unknown name, a value of the wrong type, or settings that contradict each other."""
 
 
+class SettingError(ConfigError):
+    """A setting that breaks its rule. A settings class cannot know how the value was given: `config.compose`, which
+    does, adds the remedy.
+    """
+
+    def __init__(self, rule: str, *, value: str = "", remedy: str = "") -> None:
+        super().__init__(rule, value=value, remedy=remedy)
+
+
 class ArgumentError(ConfigError, ValueError):
-    """An argument of the Python API that breaks its rule."""
+    """An argument of the Python API that breaks its rule, which says how to call it."""
+
+    def __init__(self, rule: str, *, value: str = "", remedy: str = "") -> None:
+        super().__init__(rule, value=value, remedy=remedy)
 
 
 class DataError(CanTrainError):
@@ -262,7 +275,8 @@ class TaskError(CanTrainError):
     """
 
     def __init__(self, rule: str, error: BaseException) -> None:
-        super().__init__(rule, value=f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+        super().__init__(rule, value=f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
+                         remedy="")  # fmt: skip
         frames = traceback.TracebackException.from_exception(error)
         frames.stack[:] = _lines_of_task(frames.stack)
         self.traceback = "".join(frames.format(chain=False)).rstrip()
@@ -295,9 +309,7 @@ class DoesNotFitError(CanTrainError):
 
     parts: Sequence[str] = ()
 
-    def __init__(
-        self, rule: str, *, value: str = "", remedy: str = "", details: OutOfMemoryDetails | None = None
-    ) -> None:
+    def __init__(self, rule: str, *, value: str = "", remedy: str, details: OutOfMemoryDetails | None = None) -> None:
         super().__init__(rule, value=value, remedy=remedy)
         self.details = details or OutOfMemoryDetails()
 

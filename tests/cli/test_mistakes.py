@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from can_train.cli.runs import runs
 from can_train.config import resolved
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import config_folder
+from can_train.config.settings import TrainingSettings
 from fakes.made_runs import Runs
 
 TRAIN = ("--model", "gat", "--dataset", "synthetic", "--device", "cpu", "--dry-run")
@@ -360,3 +362,72 @@ def test_a_missing_folder_lists_no_runs_of_another(
     runs.add(1)
     message = said(capsys, command, "--runs-dir", "./nope", "--state-dir", str(runs.state_dir))
     assert "There is no such folder of runs: --runs-dir nope. Leave it out" in message
+
+
+def flags_of(command: str) -> list[str]:
+    return [one.opts[0] for one in _parser(command).params if one.opts[0].startswith("-")]
+
+
+def test_a_word_in_place_of_a_number_is_answered_with_a_number_that_works(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {each.name for each in fields(TrainingSettings) if each.type in ("int", "float", int, float)}
+    flags = [flag for flag in flags_of("train") if flag[2:].replace("-", "_") in settings]
+    assert len(flags) > 30
+    remedies = {}
+    for flag in flags:
+        message = said(capsys, *TRAIN, flag, "nonsense")
+        assert message.startswith(f"error: {flag} must be a ")
+        *_, remedies[flag] = message.partition(f": 'nonsense'. Leave it out, or write it as {flag} ")
+    # A person types all of them at once.
+    typed = {f"training.{flag[2:].replace('-', '_')}": text[:-1] for flag, text in remedies.items()}
+    plain = {key: value for key, value in typed.items() if key != "training.gradient_accumulation_steps"}
+    assert resolve(RunRequest(model="gat", dataset="synthetic", values=plain)).training.lr == 0.001
+
+
+@pytest.mark.parametrize("flag", ["--runs-dir", "--state-dir"])
+def test_no_command_takes_a_file_for_a_folder(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    Path("file").touch()
+    Path("dangling").symlink_to("nowhere")
+    commands = [name for name in COMMANDS if flag in flags_of(name)]
+    assert len(commands) > 10
+    for command in commands:
+        words = TRAIN if command == "train" else (command, *FIRST_WORDS.get(command, ("last",)))
+        for folder, reason in (("file", "is a file"), ("dangling", "is a link to a place that is not there")):
+            rule = f"error: {flag} must be a folder: {folder} {reason}."
+            message = said(capsys, *words, flag, folder).replace("Stage autoencoder. ", "")
+            assert message == f"{rule} Name another: {flag} FOLDER."
+
+
+FIRST_WORDS = {"runs": (), "factors": (), "pipeline": ("--dataset", "synthetic"), "export": ("last", "model.pt"),
+               "resubmit": ("last",)}  # fmt: skip
+
+
+WRONG = {
+    ("--betas", "0.9"): "--betas must have two numbers: [0.9].\nLeave it out, or write it as --betas '[0.9,0.999]'.",
+    ("--betas", "0.9,2"): "Each of --betas must be at least 0 and at most 0.999999999: 2.0.\n"
+    "Leave it out, or write it as --betas '[0.9,0.999]'.",
+    ("--set", "training.lr=-1"): "training.lr must be greater than 0: -1.0.\n"
+    "Leave it out, or write it as --set training.lr=0.001.",
+    ("--model-args", "hidden=x"): "model.hidden must be a whole number: 'x'.\n"
+    "Leave it out, or write it as --model-args hidden=24.",
+    ("--precision", "16"): "Unknown value of --precision: '16'.\nValid, nearest first: fp16, bf16, fp32, fp64.",
+    ("--max-time", "tomorrow"): "--max-time is no time limit: 'tomorrow'.\n"
+    "A time limit is a number of minutes, or as SLURM writes it. Write it as 90, 1:30:00 or 2-12 (days-hours), or with "
+    "a unit: 90min, 12h, 2d.",
+    ("--target-memory", "lots"): "--target-memory is no size: 'lots'.\n"
+    "A size is a number above zero with its unit. Write it as 512MiB, 1.5GiB or 2GB.",
+    ("--tracker", "tensorboard,"): "--tracker has a comma too many: 'tensorboard,'.\n"
+    "Write it as --tracker tensorboard.",
+    ("--data-root", "/dev/null"): "--data-root must be a folder: /dev/null is a file.\n"
+    "Name another: --data-root FOLDER.",
+    ("--submit", "--mail-type", "SOMETIMES"): "Unknown value of --mail-type: 'SOMETIMES'.\n"
+    "Nearest of 13: ALL, ARRAY_TASKS, BEGIN, END, FAIL.",
+    ("--epochs 3",): "A flag and its value are two words: '--epochs 3'.\nLeave out the quotes: --epochs 3.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", WRONG, ids=" ".join)
+def test_an_error_is_two_lines_the_second_of_which_works(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    assert main((*TRAIN, *words)) == 2
+    assert capsys.readouterr().err == f"error: {WRONG[words]}\n"

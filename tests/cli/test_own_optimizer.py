@@ -86,7 +86,7 @@ def test_it_trains_an_installed_task_and_its_folder_travels_with_a_job(code: Pat
         (("--task", "mine/my_file.py:MyTask", "--optimizer", "other/my_slow.py:Slow"), "lie in one folder"),
         (("--set", "training.optimizer=mine/my_slow.py:Slow,other/my_slow.py:Slow"), "have their code from one folder"),
         (("--optimizer", "mine/my_slow.py:Slwo"), "Unknown class of my_slow.py: 'Slwo'"),
-        (("--optimizer", "rmsprob"), "Unknown value of training.optimizer: 'rmsprob'"),
+        (("--optimizer", "rmsprob"), "Unknown value of --optimizer: 'rmsprob'"),
         (("--optimizer", "LBFGS"), "--optimizer cannot be LBFGS: it computes the loss several times"),
         (("--optimizer-args", "momentum"), "cannot be read"),
         (("--optimizer-args", "momentun=0.5", "--optimizer", "sgd"), "Unknown argument of SGD: 'momentun'"),

@@ -106,7 +106,7 @@ def test_a_quiet_training_that_is_stopped_says_how_it_goes_on(
     assert f"can-train resume {folder.path}\n" in output.err
 
 
-@pytest.mark.parametrize("error", [SystemExit(130), CanTrainError("a rule")])
+@pytest.mark.parametrize("error", [SystemExit(130), CanTrainError("a rule", remedy="")])
 def test_a_training_that_ends_early_prints_its_object_once(
     folder: RunFolder, capsys: pytest.CaptureFixture[str], error: BaseException
 ) -> None:

@@ -122,7 +122,7 @@ def fail(ranks: Ranks, folder: Path, *, how: str) -> None:
 
 def _fail(how: str) -> None:
     if how == "does not fit":
-        raise DoesNotFitError("It must fit", value="1 GiB")
+        raise DoesNotFitError("It must fit", remedy="", value="1 GiB")
     if how == "bug":
         raise ValueError("a bug")
     if how == "leaves":

@@ -197,7 +197,7 @@ def test_an_error_that_says_what_is_wrong_is_raised_at_once() -> None:
 
     def compute() -> None:
         calls.append(1)
-        raise DoesNotFitError("Gradients are added up wholly or not at all")
+        raise DoesNotFitError("Gradients are added up wholly or not at all", remedy="")
 
     with pytest.raises(DoesNotFitError):
         made.attempt(compute)

@@ -151,7 +151,7 @@ def test_a_stop_request_during_an_out_of_memory_is_not_one() -> None:
 
 
 def test_the_verdict_that_nothing_fits_is_not_one() -> None:
-    assert not is_out_of_memory(with_cause(DoesNotFitError("One sample must fit"), MemoryError()))
+    assert not is_out_of_memory(with_cause(DoesNotFitError("One sample must fit", remedy=""), MemoryError()))
 
 
 def test_a_chain_that_loops_ends() -> None:

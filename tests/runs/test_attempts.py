@@ -46,16 +46,20 @@ def test_an_attempt_that_ends_well_says_so(tmp_path: Path) -> None:
     ("error", "ending", "message"),
     [
         (ConfigError("A rule", value="x", remedy="Mend it"), "failed", "A rule: x. Mend it."),
-        (caused(2, CanTrainError("A rule")), "failed", "A rule."),
-        (caused(3, RankGoneError("Stay", value="another one has ended")), "rank_gone", "Stay: another one has ended."),
-        (caused(2, EarlierAttemptError("One trains")), "in_use", "One trains."),
+        (caused(2, CanTrainError("A rule", remedy="")), "failed", "A rule."),
+        (
+            caused(3, RankGoneError("Stay", remedy="", value="another one has ended")),
+            "rank_gone",
+            "Stay: another one has ended.",
+        ),
+        (caused(2, EarlierAttemptError("One trains", remedy="")), "in_use", "One trains."),
         (RuntimeError("[/__w/pair.cc:537] Closed [/x]"), "failed", "RuntimeError: Closed [/x]"),
         (KeyError("name"), "failed", "KeyError: 'name'"),
         (RuntimeError("two\n  lines"), "failed", "RuntimeError: two lines"),
         (ValueError(), "failed", "ValueError"),
         (SystemExit(3), "failed", ""),
         (SystemExit(WARNED), "time_limit", ""),
-        (caused(WARNED, CanTrainError("Too often")), "time_limit", "Too often."),
+        (caused(WARNED, CanTrainError("Too often", remedy="")), "time_limit", "Too often."),
         (SystemExit(TERMINATED), "terminated", ""),
         (SystemExit(130), "interrupted", ""),
         (KeyboardInterrupt(), "interrupted", ""),
@@ -66,8 +70,12 @@ def test_an_attempt_that_ends_well_says_so(tmp_path: Path) -> None:
             "host_oom",
             "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory",
         ),
-        (DoesNotFitError("It must fit"), "gpu_oom", "It must fit."),
-        (DoesNotFitError("It must fit", details=OutOfMemoryDetails(of_host=True)), "host_oom", "It must fit."),
+        (DoesNotFitError("It must fit", remedy=""), "gpu_oom", "It must fit."),
+        (
+            DoesNotFitError("It must fit", remedy="", details=OutOfMemoryDetails(of_host=True)),
+            "host_oom",
+            "It must fit.",
+        ),
     ],
 )
 def test_what_ended_an_attempt_is_told_in_a_line(
@@ -79,7 +87,9 @@ def test_what_ended_an_attempt_is_told_in_a_line(
 
 
 def test_what_is_known_of_a_shortage_is_kept(tmp_path: Path) -> None:
-    error = DoesNotFitError("It must fit", details=OutOfMemoryDetails(should_fit=True, need_bytes=5, foreign_bytes=3))
+    error = DoesNotFitError(
+        "It must fit", remedy="", details=OutOfMemoryDetails(should_fit=True, need_bytes=5, foreign_bytes=3)
+    )
     ended = end_with(tmp_path, caused(2, error)).end(1)
     assert ended is not None
     assert {name: ended.details[name] for name in ("should_fit", "one_sample", "need_bytes", "foreign_bytes")} == {
@@ -97,7 +107,7 @@ def test_a_block_inside_an_attempt_is_no_other(tmp_path: Path) -> None:
 def test_of_ranks_the_one_that_says_most_is_believed(tmp_path: Path) -> None:
     first = Attempts(tmp_path, JOB)
     assert first.current == 1
-    end_with(tmp_path, DoesNotFitError("It must fit"), replace(JOB, rank=1))
+    end_with(tmp_path, DoesNotFitError("It must fit", remedy=""), replace(JOB, rank=1))
     end_with(tmp_path, ValueError("the others have gone"), replace(JOB, rank=2))
     first.record_end("terminated", "", {})
     ended = first.end(1)

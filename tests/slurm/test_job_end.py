@@ -167,7 +167,7 @@ def test_a_run_that_cannot_be_submitted_again_says_so_in_its_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> NoReturn:
-        raise RunError("SLURM refused the job", value="no such account")
+        raise RunError("SLURM refused the job", remedy="", value="no such account")
 
     job = EndedJob(tmp_path, monkeypatch)
     (job.path / "log.out").write_text("slurmstepd: error: Exceeded job memory limit at some point.\n")

@@ -160,7 +160,7 @@ def test_a_run_that_fails_between_two_phases_goes_on_there_bitwise(tmp_path: Pat
 
     def fail() -> None:
         if session.progress.step == 2:
-            raise DoesNotFitError("There is no room for the optimizer")
+            raise DoesNotFitError("There is no room for the optimizer", remedy="")
 
     session.engines[1].reserve.before_step = fail  # type: ignore[method-assign]
     with pytest.raises(DoesNotFitError):

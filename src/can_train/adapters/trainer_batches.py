@@ -83,7 +83,8 @@ class TrainerRows:
     def counts(self, batch: Any) -> Counts:
         """Returns counts of each sample that memory grows with; raises DataError where rows are no samples."""
         if reason := self.reason(batch):
-            raise DataError("A batch is split where its rows are samples", value=reason)
+            raise DataError("A batch is split where its rows are samples", value=reason,
+                            remedy="Choose a per_device_train_batch_size that fits")  # fmt: skip
         views = self.views(batch)
         if views == 1:
             return self.counts_of_rows(batch)
@@ -106,7 +107,8 @@ class TrainerRows:
         sizes = {len(leaf) for leaf in leaves(batch) if leaf.dim()}
         if rest or not sizes <= {stacked, stacked * views}:
             raise DataError("Tensors have a row for each sample, or one for each of its views",
-                            value=f"tensors of {', '.join(map(str, sorted(sizes)))} rows, {views} views")  # fmt: skip
+                            value=f"tensors of {', '.join(map(str, sorted(sizes)))} rows, {views} views",
+                            remedy="Mend the collator, which stacks the views of each sample")  # fmt: skip
         return stacked
 
 

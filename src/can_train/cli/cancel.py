@@ -18,6 +18,7 @@ from can_train.runs.status import RunStatus, run_statuses
 from can_train.slurm import client as slurm
 from can_train.slurm.client import cancel_jobs, logs_into
 
+_REFUSED: Final = "Only the job's owner may cancel it; can-train doctor shows whether SLURM answers"
 _WAIT_S: Final = 30.0  # enough for a step and a checkpoint, unless the step is long
 _STATUS_INTERVAL_S: Final = 1.0
 _CLOCK_SLACK: Final = timedelta(minutes=5)  # between a node's clock and the controller's
@@ -66,12 +67,13 @@ def _stop_all(live: Sequence[RunStatus], locator: RunLocator) -> None:
     """Asks the jobs of runs to end in one command, and the processes one after another."""
     jobs = [row.job for status in live for row in _live_rows(status.facts)]
     if jobs and (refusal := cancel_jobs(jobs)):
-        raise RunError("SLURM refuses to cancel the job", value=refusal)
+        raise RunError("SLURM refuses to cancel the job", value=refusal, remedy=_REFUSED)
     for status in live:
         if not _live_rows(status.facts) and not stop(status.facts):
             now = locator.status(status.known)
             if now.state.live:
-                raise RunError("No job and no process of the run was found", value=str(now.state))
+                raise RunError("No job and no process of the run was found", value=str(now.state),
+                               remedy=f"Look at its state: can-train status {status.known.run_id}")  # fmt: skip
 
 
 def _wait_for_end(live: Sequence[RunStatus], locator: RunLocator) -> list[RunStatus]:
@@ -154,7 +156,7 @@ def stop(
     if live:
         refusal = cancel_slurm_jobs(live)
         if refusal:
-            raise RunError("SLURM refuses to cancel the job", value=refusal)
+            raise RunError("SLURM refuses to cancel the job", value=refusal, remedy=_REFUSED)
         return True
     # The training process itself, which saves its state. Its controlling process is asked only before training.
     job = facts.jobs[-1] if facts.jobs else None

@@ -94,7 +94,8 @@ def diff(  # noqa: PLR0913 - Typer makes an option of each argument
         print_tables([each.table() for each in compared])
     if allowed is not None and (grown := [each for each in compared if each.grew_above(allowed)]):
         worst = max(grown, key=lambda each: each.growth)
-        raise GrewError(f"The predicted peak may grow by {fail_above} at most", value=worst.sentence())
+        raise GrewError(f"The predicted peak may grow by {fail_above} at most", value=worst.sentence(),
+                        remedy="can-train explain names the parts of a peak, and changes that shrink it")  # fmt: skip
 
 
 def _share(text: str) -> float:
@@ -219,8 +220,11 @@ def _run(sides: Sequence[_Side], more: Sequence[Sequence[str]]) -> list[list[dic
             process.kill()
     for side, process, (_, errors) in zip(sides, started, results, strict=True):
         if process.returncode:
-            error = CanTrainError(f"The training {side.name!r} cannot be planned",
-                                  value=errors.strip().removeprefix("error: ").rstrip("."))  # fmt: skip
+            fact, _, remedy = errors.strip().removeprefix("error: ").partition("\n")
+            remedy = remedy.rstrip(".") or f"Try it alone: can-train {side.name} --dry-run"
+            error = CanTrainError(
+                f"The training {side.name!r} cannot be planned", value=fact.rstrip("."), remedy=remedy
+            )
             error.exit_code = process.returncode
             raise error
     read = [json.loads(output) for output, _ in results]

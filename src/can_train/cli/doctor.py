@@ -29,6 +29,7 @@ from can_train.config.resolved import (
     NO_TRACKER,
     PATH_FLAGS,
     PathSettings,
+    check_folder,
     config_folder,
     data_root,
     state_dir,
@@ -138,6 +139,7 @@ def _doctor(flags: Flags) -> None:
         _check_gradients(flags)
         return
     paths = PathSettings(**{name: flags[name] or "" for name in PATH_FLAGS})
+    check_folder("--runs-dir", Path(paths.runs_dir))
     if flags["prune"]:
         # It imports all that knows of runs.
         from can_train.cli.prune import OLDER_THAN, prune

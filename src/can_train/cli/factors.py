@@ -12,7 +12,8 @@ from typing import Annotated, Any, Final
 import typer
 
 from can_train.cli.output import confirm, print_aside, print_json, print_tables, print_text, writing
-from can_train.config.resolved import differences, flat
+from can_train.cli.run_locator import StateDir
+from can_train.config.resolved import check_folder, differences, flat
 from can_train.errors import ConfigError, StateError, nearest_first, unknown_name, with_command_name
 from can_train.factors.exchange import make_export, run_notes
 from can_train.factors.observations import ANY_DEVICE, read_records, without_size
@@ -80,10 +81,7 @@ def factors(  # noqa: PLR0913 - Typer makes an option of each argument
     device: Annotated[str | None, typer.Option(help="Kind of device, as v100-16gb.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before --reset.")] = False,
-    state_dir: Annotated[
-        str | None,
-        typer.Option(help="State folder. [$CAN_TRAIN_HOME, else the user's state directory]", metavar="FOLDER"),
-    ] = None,
+    state_dir: StateDir = None,
 ) -> None:
     """Show the learned safety factors and the runs that taught them; reset, pin, export or import them."""
     asked = {"reset": reset, "pin": pin is not None, "unpin": unpin, "export": export is not None,
@@ -93,6 +91,8 @@ def factors(  # noqa: PLR0913 - Typer makes an option of each argument
     if len(actions) > 1:
         switches = " and ".join(f"--{name}" for name in actions)
         raise ConfigError(f"{switches} cannot be combined", remedy="Leave one out")
+    if state_dir is not None:
+        check_folder("--state-dir", Path(state_dir))
     store = get_safety_factor_db(state_dir)
     if replay is not None:
         return _print_replay(store, key, device, replay, as_json=as_json)

@@ -35,7 +35,8 @@ def tag(  # noqa: PLR0913 - Typer makes an option of each argument
             raise ConfigError("A tag has up to 64 letters, digits and _.+@-", value=repr(name),
                               remedy='For a sentence: can-train note RUN "…"')  # fmt: skip
     if both := set(tags or ()) & set(remove or ()):
-        raise ConfigError("A tag cannot be added and taken away", value=", ".join(sorted(both)))
+        raise ConfigError("A tag cannot be added and taken away", value=", ".join(sorted(both)),
+                          remedy="Give it once: can-train tag RUN TAG, or can-train tag RUN --remove TAG")  # fmt: skip
     _change(RunLocator(runs_dir, state_dir), run, {"added": tags or [], "removed": remove or []}, as_json=as_json)
 
 
@@ -54,7 +55,8 @@ def note(  # noqa: PLR0913 - Typer makes an option of each argument
     if clear and text is not None:
         raise ConfigError("A note cannot be written and taken away", value=repr(text), remedy="Leave out --clear")
     if text is not None and len(text) > _LONGEST_NOTE:
-        raise ConfigError(f"A note has up to {_LONGEST_NOTE} characters", value=f"{len(text)} of them")
+        raise ConfigError(f"A note has up to {_LONGEST_NOTE} characters", value=f"{len(text)} of them",
+                          remedy="Shorten it")  # fmt: skip
     new = "" if clear else text
     _change(RunLocator(runs_dir, state_dir), run, {} if new is None else {"note": new}, as_json=as_json)
 

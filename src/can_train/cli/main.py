@@ -293,8 +293,9 @@ class Command(TyperCommand):
             values = {flag: value for flag, (_, value) in given.items()}
             raise self._in_own_words(error, values, ctx.command_path) from error
         for parameter in self.params:
+            value = ctx.params.get(parameter.name)
             # An unset variable of a script gives an empty value; `--model-args` may well have one.
-            if ctx.params.get(parameter.name) == "" and parameter.name != "model_args":
+            if parameter.name != "model_args" and (value == "" or (isinstance(value, list | tuple) and "" in value)):
                 source = ctx.get_parameter_source(parameter.name)
                 if source is not None and source.name == "COMMANDLINE":
                     raise ConfigError(f"{_shown(parameter)} is empty", remedy="Give a value, or leave it out")
@@ -354,6 +355,13 @@ class Command(TyperCommand):
     def _unknown_flag(self, flag: str, spelling: str) -> ConfigError:
         if (command := flag.removeprefix("--")) in _COMMANDS and flag not in self._options():
             return ConfigError("Unknown flag", value=spelling, remedy=f"Write: {command_name()} {command} --help")
+        if (
+            (words := spelling.split(maxsplit=1))
+            and words[0] != spelling
+            and _canonical_flag(words[0]) in self._options()
+        ):
+            return ConfigError("A flag and its value are two words", value=repr(spelling),
+                               remedy=f"Leave out the quotes: {spelling}")  # fmt: skip
         nearest = ", ".join(nearest_first(flag, self._options())[:_SUGGESTIONS])
         return ConfigError("Unknown flag", value=spelling, remedy=f"Nearest: {nearest}")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
-from can_train.config.resolved import PathSettings, state_folder, user_file
+from can_train.config.resolved import PathSettings, check_folder, state_folder, user_file
 from can_train.errors import ConfigError, RunError
 
 # Imported where they are used: `can-train --help` names runs, and looks for none.
@@ -70,6 +70,9 @@ class RunLocator:
     """Finds runs in a folder of runs and in the registry of a state folder; None: the user's."""
 
     def __init__(self, runs_dir: str, state_dir: str | None) -> None:
+        check_folder("--runs-dir", Path(runs_dir))
+        if state_dir is not None:
+            check_folder("--state-dir", Path(state_dir))
         self.runs_dir = Path(runs_dir)
         self.state_folder = state_folder(None if state_dir is None else Path(state_dir))
 

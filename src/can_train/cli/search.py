@@ -99,7 +99,8 @@ def plan_search(flags: Flags, resolve: Callable[[Flags], Sequence[ResolvedRun]])
     trials, sampler = flags["trials"], flags["search"] or SAMPLERS[0]
     check_choice("--search", sampler, SAMPLERS)
     if not 1 <= trials <= MOST_RUNS:
-        raise ConfigError(f"A search has 1 to {MOST_RUNS} trials", value=f"--trials {trials}")
+        raise ConfigError(f"A search has 1 to {MOST_RUNS} trials", value=f"--trials {trials}",
+                          remedy="Write it as --trials 20")  # fmt: skip
     single, axes = split_axes(flags["set_"] or ())
     if not axes:
         raise ConfigError("--trials has no setting to search",

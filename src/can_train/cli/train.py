@@ -535,7 +535,7 @@ def target_names(flags: Flags) -> list[str]:
     from can_train.io.units import parse_size
 
     if flags["target_memory"]:
-        parse_size(flags["target_memory"])
+        parse_size(flags["target_memory"], "--target-memory")
     return [*split_list(flags["target_gpu"] or ""), *filter(None, [flags["target_memory"]])]
 
 

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise, product
@@ -258,8 +259,13 @@ def check_flags(flags: Flags) -> None:
     """Raises ConfigError if a flag does not go with the others, or is a list of nothing."""
     for name in ("model", "dataset", "mode", "tracker"):
         # A comma alone is a list of nothing: nothing would be trained, or shown anywhere.
-        if flags.get(name) and not split_names(flags[name]):
-            raise ConfigError(f"--{name} names nothing", value=repr(flags[name]), remedy="Name one, or several: a,b")
+        text = flags.get(name) or ""
+        names = split_names(text)
+        if text and not names:
+            raise ConfigError(f"--{name} names nothing", value=repr(text), remedy="Name one, or several: a,b")
+        if text and ",".join(names) != text:
+            raise ConfigError(f"--{name} has a comma too many", value=repr(text),
+                              remedy=f"Write it as --{name} {shlex.quote(','.join(names))}")  # fmt: skip
     for name in _ONLY_WITH_SUBMIT:
         if flags.get(name) and not flags.get("submit"):
             raise ConfigError(f"--{name.replace('_', '-')} has no effect without --submit", remedy="Add --submit")

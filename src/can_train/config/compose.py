@@ -10,6 +10,7 @@ Every value that a person gives becomes an `Override`, and `_apply` is the only 
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -33,7 +34,7 @@ from can_train.config.resolved import PathSettings, ResolvedRun, UserFile
 from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings, canonical_name
 from can_train.config.sweeps import UNREADABLE, may_sweep, parser, values_of
 from can_train.config.task_settings import ModelSpec, TaskSettings, load_task_settings, locate, locate_optimizer
-from can_train.errors import CanTrainError, ConfigError, nearest_first, unknown_name
+from can_train.errors import CanTrainError, ConfigError, SettingError, nearest_first, unknown_name
 from can_train.io.records import expanded, is_file
 
 MOST_RUNS: Final = 1000
@@ -45,6 +46,7 @@ _CHOSEN_GROUPS: Final = ("dataset", "model", "mode", "cluster")
 _TASK, _SETTINGS = "task.", "settings."
 _OPEN_GROUP: Final = "cluster.additional"  # takes any key: options of sbatch
 _OPEN_GROUPS: Final = (_OPEN_GROUP, "training.optimizer_args")
+_ALL_SETTINGS: Final = "--dry-run --show-config"
 _WRITE_IT: Final = "Write it as --set training.lr=0.01; text that is more than a word: --set 'group.key=\"text\"'"
 # The expected value, by the type that OmegaConf could not convert a value to.
 _KINDS: Final = {"Integer": "a whole number", "Float": "a number", "bool": "true or false", "String": "text",
@@ -239,7 +241,7 @@ def from_file(text: str, name: str, *, beside: Path | None = None) -> ResolvedRu
     ]
     for override in overrides:
         if override.key in classes:
-            no_group = ConfigError(f"{_as_given(override.key)} must be {_KINDS['Dict']}", value=repr(override.value))
+            no_group = SettingError(f"{_as_given(override.key)} must be {_KINDS['Dict']}", value=repr(override.value))
             raise _with_line(no_group, name, lines, override.key)
         try:
             _apply(config, [override])
@@ -560,15 +562,12 @@ def _several_values(override: Override) -> ConfigError:
 
 
 def _make_changed(config: DictConfig, overrides: Sequence[Override], classes: Mapping[str, type]) -> ResolvedRun:
-    """Makes a run from a config with overrides; an error names the flag where a setting was given by one."""
+    """Makes a run from a config with overrides; an error names the setting as it was given."""
+    before = {override.key: _plain(OmegaConf.select(config, override.key)) for override in overrides}
     try:
         run = _make_run(_apply(config, overrides), classes)
     except ConfigError as error:
-        for override in overrides:
-            if not override.grammar and error.rule.startswith(f"{override.key} "):
-                rule = error.rule.replace(override.key, override.spelling, 1)
-                raise ConfigError(rule, value=error.value, remedy=error.remedy) from error
-        raise
+        raise _as_typed(error, overrides, before) from error
     if any(override.key == "training.optimizer" for override in overrides):
         optimizer, code_dir = locate_optimizer(run.training.optimizer, run.task, run.paths.code_dir)
         run = replace(run, training=replace(run.training, optimizer=optimizer),
@@ -582,6 +581,47 @@ def _make_changed(config: DictConfig, overrides: Sequence[Override], classes: Ma
         raise ConfigError(f"{' and '.join(requests)} {have} no effect with --cluster {run.cluster.executor}",
                           remedy="Leave it out, or train with --submit --cluster slurm")  # fmt: skip
     return run
+
+
+def _as_typed(error: ConfigError, overrides: Sequence[Override], before: Mapping[str, Any]) -> ConfigError:
+    """Writes an error about a setting as the person gave the setting.
+
+    Args:
+        error: Of a settings class, or of OmegaConf.
+        overrides: The settings that the person gave.
+        before: Their values in the presets.
+    """
+    for override in overrides:
+        if error.value == repr(override.value) and error.rule.startswith("This is no "):
+            return _changed(error, error.rule.replace("This", override.spelling, 1), error.remedy)
+        key = _as_given(override.key)
+        name = re.compile(rf"(?<![\w.-]){re.escape(key)}(?![\w.])")
+        if name.search(error.rule):
+            # Text of --set is Hydra's, and its settings are known by their keys.
+            rule = error.rule if override.grammar else override.spelling.join(name.split(error.rule))
+            remedy = error.remedy or _preset_value(override, before.get(override.key))
+            return _changed(error, rule, remedy)
+    return _changed(error, error.rule, error.remedy or "Mend it in the preset or the file that has it")
+
+
+def _changed(error: ConfigError, rule: str, remedy: str) -> ConfigError:
+    return ConfigError(rule, value=error.value, remedy=remedy)
+
+
+def _plain(node: Any) -> Any:
+    return OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
+
+
+def _preset_value(override: Override, value: Any) -> str:
+    """Returns a remedy: the value that the presets have, as a person writes it in place of the wrong one."""
+    if (not value and not isinstance(value, bool | int | float)) or isinstance(value, dict):
+        return f"Leave it out: can-train {_ALL_SETTINGS} shows how settings are written"
+    if isinstance(value, list):
+        text = f"[{','.join(map(str, value))}]"
+    else:
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+    link = "=" if override.grammar else " "
+    return f"Leave it out, or write it as {override.spelling}{link}{shlex.quote(text)}"
 
 
 def _apply(config: DictConfig, overrides: Sequence[Override]) -> DictConfig:
@@ -601,7 +641,7 @@ def _apply(config: DictConfig, overrides: Sequence[Override]) -> DictConfig:
             value = [part.strip() for part in value.split(",") if part.strip()]
         for kind, is_wanted, types in (("Dict", OmegaConf.is_dict, dict), ("List", OmegaConf.is_list, (list, tuple))):
             if is_wanted(node) and not isinstance(value, types):
-                raise ConfigError(f"{_as_given(key)} must be {_KINDS[kind]}", value=repr(value))
+                raise SettingError(f"{_as_given(key)} must be {_KINDS[kind]}", value=repr(value))
         try:
             # Of a group within a group only the given keys change, as in Hydra.
             OmegaConf.update(config, key, _escaped(value), merge=isinstance(value, dict),
@@ -917,7 +957,7 @@ def _make_settings(cls: Any, plain: Mapping[str, Any], group: str) -> Any:
         wanted: Any = {Sequence: list, Mapping: dict}.get(get_origin(kinds[name]), object)
         if not isinstance(value, wanted):
             kind = _KINDS["List" if wanted is list else "Dict"]
-            raise ConfigError(f"{_as_given(key)} must be {kind}", value=repr(value))
+            raise SettingError(f"{_as_given(key)} must be {kind}", value=repr(value))
         given[name] = _make_settings(kinds[name], value, key) if is_dataclass(kinds[name]) else value
     return cls(**given)
 
@@ -950,8 +990,8 @@ def _size(task: TaskSettings, request: RunRequest, spec: ModelSpec, mode: str) -
 def _default(task: TaskSettings, what: str, names: Sequence[str]) -> str:
     """Returns the default of a flag: the only name; None if there is no name."""
     if len(names) > 1:
-        raise ConfigError(f"--{what} is missing", remedy=f"Try: can-train {task.example}" if task.example else
-                          f"Its {what}s: {', '.join(names)}")  # fmt: skip
+        listed = f"Name one of {', '.join(names)}: --{what} {names[0]}"
+        raise ConfigError(f"--{what} is missing", remedy=f"Try: can-train {task.example}" if task.example else listed)
     return next(iter(names), "")
 
 
@@ -978,9 +1018,9 @@ def _misfit(error: OmegaConfBaseException, key: str, value: Any) -> ConfigError:
     if kind := re.search(r"could not be converted to (\w+)|is not a valid (bool)", str(error)):
         shown = re.search(r"Value '(.*)' (of type|is not)", str(error))
         name = kind[1] or kind[2]
-        return ConfigError(f"{key} must be {_KINDS.get(name, name)}", value=repr(shown[1] if shown else value))
+        return SettingError(f"{key} must be {_KINDS.get(name, name)}", value=repr(shown[1] if shown else value))
     if re.search(r"Key '.*' (is )?not in ", str(error)):
-        return ConfigError("Unknown setting", value=repr(key), remedy="--dry-run --show-config prints all of them")
+        return ConfigError("Unknown setting", value=repr(key), remedy=f"{_ALL_SETTINGS} prints all of them")
     return ConfigError(f"{key} cannot be {value!r}", value=_reason(error), remedy=_WRITE_IT)
 
 

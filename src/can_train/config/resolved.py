@@ -40,6 +40,7 @@ NO_TRACKER: Final = "off"
 USER_SETTINGS: Final = ("cluster", "tracker", *PATH_FLAGS, *CLUSTER_FLAGS)
 """Settings that the user's settings file may have."""
 
+_DO_WITHOUT: Final = "Correct it, or do without: export CAN_TRAIN_CONFIG=/dev/null"
 _USER_FILE: Final = "CAN_TRAIN_CONFIG"  # variable that names a person's settings file
 
 
@@ -310,7 +311,8 @@ def user_file(environ: Mapping[str, str] = os.environ) -> UserFile:
         remedy = f"Correct it, or do without: unset {_USER_FILE}"
         raise ConfigError(f"The file that {_USER_FILE} names does not exist", value=named, remedy=remedy) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("Your settings file cannot be read", value=f"{path}: {error}") from error
+        raise ConfigError("Your settings file cannot be read", value=f"{path}: {error}",
+                          remedy=_DO_WITHOUT) from error  # fmt: skip
     if not text.strip():
         return UserFile(path)
     import yaml
@@ -319,7 +321,7 @@ def user_file(environ: Mapping[str, str] = os.environ) -> UserFile:
         # Values stay text, like the values of flags: YAML would read the time limit 1:30:00 as a number of seconds.
         plain = yaml.load(text, Loader=yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path} is not YAML", value=" ".join(str(error).split())) from error
+        raise ConfigError(f"{path} is not YAML", value=" ".join(str(error).split()), remedy=_DO_WITHOUT) from error
     if plain is not None and not isinstance(plain, dict):
         raise ConfigError(
             f"{path} must have a setting on each line", value=repr(plain), remedy="Write data_root: /path"
@@ -388,11 +390,26 @@ def data_root(paths: PathSettings) -> Path:
     return Path(named or user_file().values.get("data_root") or "data")
 
 
+def check_folder(name: str, folder: Path) -> None:
+    """Raises ConfigError where a folder can neither be nor be made; `name` is its flag or setting."""
+    for place in (folder, *folder.parents):
+        # A link that leads nowhere exists as little as it can be made a folder.
+        if os.path.lexists(place):
+            if not place.is_dir():
+                is_file = "is a file" if place.exists() else "is a link to a place that is not there"
+                value = f"{folder} {is_file}" if place == folder else f"{folder}: {place} {is_file}"
+                raise ConfigError(f"{name} must be a folder", value=value, remedy=f"Name another: {name} FOLDER")
+            return
+
+
 def with_absolute_paths(run: ResolvedRun) -> ResolvedRun:
     """Makes every folder in a run's settings absolute.
 
     A job, or a later `resume`, then finds them from any directory, even if the environment's defaults have changed.
     """
+    for name in PATH_FLAGS:
+        if given := getattr(run.paths, name):
+            check_folder(f"--{name.replace('_', '-')}", _home_expanded(given))
     root = _absolute(str(data_root(run.paths)))
     runs_dir = _absolute(run.paths.runs_dir or ".")
     paths = replace(run.paths, runs_dir=runs_dir, data_root=root, state_dir=str(state_dir(run.paths)),

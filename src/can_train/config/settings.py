@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
-from can_train.errors import ConfigError, unknown_name
+from can_train.errors import ConfigError, SettingError, unknown_name
 from can_train.io.units import parse_memory_mib, parse_time_min, parse_time_s
 
 _HOLDS: Final = {"greater than": operator.gt, "at least": operator.ge, "at most": operator.le}
@@ -18,15 +18,15 @@ _HOLDS: Final = {"greater than": operator.gt, "at least": operator.ge, "at most"
 def check_range(
     name: str, value: float, *, low: float | None = None, high: float | None = None, above: float | None = None
 ) -> None:
-    """Raises ConfigError unless a number is in [low, high] and greater than `above`; not-a-number never is."""
+    """Raises SettingError unless a number is in [low, high] and greater than `above`; not-a-number never is."""
     limits = {"greater than": above, "at least": low, "at most": high}
     given = {words: limit for words, limit in limits.items() if limit is not None}
     if value == math.inf:
-        raise ConfigError(f"{name} must be a finite number", value="inf")
+        raise SettingError(f"{name} must be a finite number", value="inf")
     if not all(_HOLDS[words](value, limit) for words, limit in given.items()):
         # Whole limits in full: 4294967295, not 4.29497e+09.
         bounds = " and ".join(f"{words} {limit:.12g}" for words, limit in given.items())
-        raise ConfigError(f"{name} must be {bounds}", value=f"{value!r}")
+        raise SettingError(f"{name} must be {bounds}", value=f"{value!r}")
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
@@ -50,7 +50,7 @@ def number_or_off(name: str, text: str, *, on: float | None = None) -> float:
         if 0 < (value := float(word)) < math.inf:
             return value
     words = " or off" if on is None else f", on ({on:g}) or off"
-    raise ConfigError(f"{name} must be a positive number{words}", value=repr(text))
+    raise SettingError(f"{name} must be a positive number{words}", value=repr(text))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +128,8 @@ def _check_notify(command: Sequence[str]) -> None:
 AUTO_PACK: Final = "auto"
 """The value of `cluster.pack` that lets can-train choose how many runs share a GPU."""
 MOST_PACKED: Final = 32  # runs on a GPU; each also takes processors and memory of the host
+_MAIL_EVENTS: Final = ("NONE", "BEGIN", "END", "FAIL", "REQUEUE", "ALL", "INVALID_DEPEND", "STAGE_OUT", "TIME_LIMIT",
+                       "TIME_LIMIT_90", "TIME_LIMIT_80", "TIME_LIMIT_50", "ARRAY_TASKS")  # fmt: skip
 AUTO_PARTITION: Final = "auto"
 """The value of `cluster.partition` that lets can-train choose."""
 
@@ -260,6 +262,9 @@ class ClusterSettings:
         if self.gpus != "auto" and not re.fullmatch(r"(?:[\w.-]+:)?\d{1,4}", self.gpus, re.ASCII):
             raise ConfigError("cluster.gpus must be a number, type:number or auto", value=repr(self.gpus),
                               remedy="Write it as 2 or a100:2")  # fmt: skip
+        for event in filter(None, self.mail_type.split(",")):
+            # sbatch ignores an unknown event, and nobody is written to.
+            check_choice("cluster.mail_type", event.strip().upper(), _MAIL_EVENTS)
         for name in ("exclude", "nodelist"):
             nodes = getattr(self, name)
             # With a slash it is the name of a file.
@@ -581,9 +586,10 @@ class TrainingSettings:
                      "grad_clip_value", "grad_noise", "grad_noise_decay", "patience", "accumulation_threshold",
                      "oom_retries", "cuda_empty_cache_interval", "thaw_epoch"):  # fmt: skip
             check_range(f"training.{name}", getattr(self, name), low=0)
-        check_range("number of training.betas", len(self.betas), low=2, high=2)
+        if len(self.betas) != 2:
+            raise SettingError("training.betas must have two numbers", value=str(list(self.betas)))
         for beta in self.betas:
-            check_range("each of training.betas", beta, low=0.0, high=1 - 1e-9)
+            check_range("Each of training.betas", beta, low=0.0, high=1 - 1e-9)
         check_range("training.seed", self.seed, low=0, high=2**32 - 1)
         check_range("training.backoff_factor", self.backoff_factor, above=1.0, high=1e6)
         check_range("training.lr", self.lr, above=0.0)
@@ -597,7 +603,7 @@ class TrainingSettings:
         check_range("training.graph_memory_safety_factor", self.graph_memory_safety_factor, above=0.0, high=1.0)
         object.__setattr__(self, "num_workers", str(self.num_workers))
         if self.num_workers != "auto" and not self.num_workers.isdecimal():
-            raise ConfigError("training.num_workers must be a whole number, at least 0, or auto",
+            raise SettingError("training.num_workers must be a whole number, at least 0, or auto",
                               value=repr(self.num_workers))  # fmt: skip
         # These properties raise if they are not as they should be.
         _ = (self.splits, self.target_mib, self.preflight_units, self.free_threshold_mib, self.lr_factor_of,
@@ -644,7 +650,7 @@ class TrainingSettings:
         if word in ("best", "last"):
             return 0
         if not word.isdecimal() or int(word) < 1:
-            raise ConfigError("training.keep must be best, last, or a number of epochs", value=repr(self.keep))
+            raise SettingError("training.keep must be best, last, or a number of epochs", value=repr(self.keep))
         return int(word)
 
     @property
@@ -670,7 +676,7 @@ class TrainingSettings:
         if splits == math.inf:
             return 1
         if splits != int(splits):
-            raise ConfigError("training.accumulation_splits must be a whole number or off", value=repr(splits))
+            raise SettingError("training.accumulation_splits must be a whole number or off", value=repr(splits))
         return int(splits)
 
     @property

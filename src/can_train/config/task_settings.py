@@ -619,4 +619,5 @@ def _check_settings(where: str, cls: Any, needed: tuple[str, ...] = ()) -> None:
     try:
         get_type_hints(cls)
     except NameError as error:
-        raise ConfigError(f"The types of {where} must be known where the class is", value=str(error)) from error
+        raise ConfigError(f"The types of {where} must be known where the class is", value=str(error),
+                          remedy="Import them at the top of the file") from error  # fmt: skip

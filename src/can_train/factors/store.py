@@ -146,7 +146,8 @@ class FactorStore:
             # As an observation is read: its tuples have become lists.
             plain = json.loads(json.dumps(dict(fingerprint), allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
-            raise StateError("A fingerprint cannot be written as JSON", value=str(error)) from error
+            raise StateError("A fingerprint cannot be written as JSON", value=str(error),
+                             remedy="Give it texts, numbers and lists of them") from error  # fmt: skip
         every = records.of_keys([key])
         runs = [run for run in every if separating(run.fingerprint) == separating(plain)]
         here = [run for run in runs if run.device.key == device]

@@ -76,7 +76,8 @@ def planned_orders(task: BatchTask, skipped: Sequence[int], *, seed: int, epochs
     """
     rows = kept_rows(task, skipped)
     if len(rows) == 0:
-        raise DoesNotFitError("At least one training sample must fit", value="all samples are oversize")
+        raise DoesNotFitError("At least one training sample must fit", value="all samples are oversize",
+                              remedy="Choose a larger device, or a smaller model by its settings (--set)")  # fmt: skip
     if not epochs_differ(task, epochs):
         return [task.planned_order(rows, seed=seed, epoch=0)]
     # The rows of the last epoch are the task's own: a dry run repeats a sample of the data to its full length, which

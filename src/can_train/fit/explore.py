@@ -438,7 +438,8 @@ def seconds_per_sample(work: Workload, model: CostModel, meter: Meter) -> float:
             seconds.append(time.perf_counter() - started)
         return min(seconds[1:]) / len(rows)
     meter.release()
-    raise DoesNotFitError("A sample must fit on the device", value=f"one needs {size_text(costs.mean())}")
+    raise DoesNotFitError("A sample must fit on the device", value=f"one needs {size_text(costs.mean())}",
+                          remedy="Choose a larger device, or a smaller model by its settings (--set)")  # fmt: skip
 
 
 @contextmanager

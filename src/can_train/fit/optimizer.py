@@ -749,7 +749,8 @@ def _optimizer_class(name: str) -> Any:
         if kind is None:
             raise ConfigError(f"PyTorch {torch.__version__} has no optimizer {name}", remedy="Take a later one")
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        raise ConfigError(f"training.optimizer: {name} does not derive from torch.optim.Optimizer")
+        raise ConfigError(f"training.optimizer: {name} does not derive from torch.optim.Optimizer",
+                          remedy="Name one of torch.optim (adamw), or a class: package.module.Class")  # fmt: skip
     closure = inspect.signature(kind.step).parameters.get("closure")
     reason = ""
     if closure is not None and closure.default is inspect.Parameter.empty:

@@ -577,7 +577,8 @@ def terminate(pid: int, recorded_at: str) -> bool:
     except psutil.NoSuchProcess:
         return False
     except psutil.AccessDenied as error:
-        raise RunError("The run is another user's process", value=f"process {pid}") from error
+        raise RunError("The run is another user's process", value=f"process {pid}",
+                       remedy="Ask that user to stop it") from error  # fmt: skip
     return True
 
 

@@ -28,7 +28,7 @@ _UNIT_S: Final = {"s": 1, "min": 60, "h": 3600, "d": _DAY_S}
 _UNIT_KIB: Final = {"K": 1, "": 2**10, "M": 2**10, "G": 2**20, "T": 2**30}
 
 
-def parse_size(text: str, *, or_zero: bool = False) -> int:
+def parse_size(text: str, name: str = "This", *, or_zero: bool = False) -> int:
     """Reads a size as whole bytes, rounded down; case does not matter. 0MiB is a size only with `or_zero`.
 
     >>> parse_size("1.5GiB"), parse_size("2gb")
@@ -43,7 +43,7 @@ def parse_size(text: str, *, or_zero: bool = False) -> int:
     if size_bytes < 1 and not is_zero:
         number = "a number" if or_zero else "a number above zero"
         remedy = f"A size is {number} with its unit. Write it as 512MiB, 1.5GiB or 2GB"
-        raise ConfigError("This is no size", value=repr(text), remedy=remedy)
+        raise ConfigError(f"{name} is no size", value=repr(text), remedy=remedy)
     return size_bytes
 
 

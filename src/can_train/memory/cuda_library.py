@@ -27,7 +27,12 @@ MAX_QUOTED_CHARACTERS: Final = 200  # of an error that is quoted in another
 
 
 class NoCudaDispatchError(DeviceError):
-    """CUDA's dispatch cannot be had here, or cannot record a program."""
+    """CUDA's dispatch cannot be had here, or cannot record a program. Small batches are measured in its place, and a
+    user need do nothing.
+    """
+
+    def __init__(self, rule: str, *, value: str = "", remedy: str = "") -> None:
+        super().__init__(rule, value=value, remedy=remedy)
 
 
 class ValuesNeededError(NoCudaDispatchError):

@@ -66,7 +66,8 @@ def load_stages(preset: str, folders: Sequence[Path]) -> list[PipelineStage]:
             fact = (
                 f"Stage {stage.name} does not follow a stage that it needs" if late else "Two stages have the same name"
             )
-            raise ConfigError(fact, value=", ".join(late) or stage.name)
+            raise ConfigError(fact, value=", ".join(late) or stage.name,
+                              remedy="Mend the preset: a stage stands after the stages it needs")  # fmt: skip
         seen.add(stage.name)
     return stages
 

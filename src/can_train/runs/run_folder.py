@@ -258,7 +258,8 @@ class RunFolder:
 
     def _in_use(self, doing: str, holder: AttemptStart | None) -> RunError:
         who = f": {holder_in_words(holder)}" if holder else ""
-        return RunError(f"The run is being {doing} by another process", value=f"{self.run_id}{who}")
+        return RunError(f"The run is being {doing} by another process", value=f"{self.run_id}{who}",
+                        remedy=f"Wait for it: can-train status {self.run_id}")  # fmt: skip
 
 
 # The lock

@@ -144,7 +144,8 @@ def _with_variable(cluster: ClusterSettings, name: str, option: str, value: str)
     if any(getattr(cluster, each) != getattr(plain, each) for each in names):
         return cluster
     if setting == "cpus_per_gpu" and not value.isdecimal():
-        raise ConfigError("cluster.cpus_per_gpu must be a whole number", value=repr(value))
+        raise ConfigError("cluster.cpus_per_gpu must be a whole number", value=repr(value),
+                          remedy="Write it as --cpus-per-gpu 4")  # fmt: skip
     typed: Any = {"exclusive": True, "cpus_per_gpu": int(value) if value.isdecimal() else 0}.get(setting, value)
     return replace(cluster, **{setting: typed})
 
@@ -311,7 +312,8 @@ def parameters(
     for name in ("setup", "teardown"):
         for line in getattr(cluster, name):
             if not line.isprintable() and "\t" not in line:
-                raise ConfigError(f"An item of cluster.{name} is not a single line of shell", value=repr(line))
+                raise ConfigError(f"An item of cluster.{name} is not a single line of shell", value=repr(line),
+                                  remedy="Make an item of each line")  # fmt: skip
     source, folder = str(code / "src"), Path.cwd()
     # After the user's setup lines, whose modules may change PYTHONPATH too.
     imports = [f"export PYTHONPATH={shlex.quote(source)}${{PYTHONPATH:+:$PYTHONPATH}}", "export PYTHONSAFEPATH=1"]
@@ -508,5 +510,6 @@ def _escaped(name: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if not value.isprintable():
-        raise ConfigError("A job's option is not a line of printable characters", value=f"{name}: {value!r}")
+        raise ConfigError("A job's option is not a line of printable characters", value=f"{name}: {value!r}",
+                          remedy="Write it in one line")  # fmt: skip
     return value.replace("\\", "\\\\")

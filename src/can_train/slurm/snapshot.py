@@ -187,7 +187,8 @@ def describe(code: Code, state_dir: Path, run_path: Path) -> None:
         if code.difference:
             records.write_text_atomic(run_path / "code.diff", code.difference)
     except OSError as error:
-        raise RunError("The run folder cannot be written", value=f"{run_path}: {error.strerror}") from error
+        raise RunError("The run folder cannot be written", value=f"{run_path}: {error.strerror}",
+                       remedy="Give another place with --runs-dir") from error  # fmt: skip
 
 
 def code_of(run_path: Path) -> Path:
@@ -202,7 +203,8 @@ def code_of(run_path: Path) -> Path:
         files = {name: folder / name for name in _walk(folder) if not name.endswith(records.TEMPORARY_SUFFIX)}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError("The run was not submitted, or the note of its code is damaged",
-                       value=str(run_path / _DESCRIPTION)) from error  # fmt: skip
+                       value=str(run_path / _DESCRIPTION),
+                       remedy="Submit it anew: can-train resubmit RUN") from error  # fmt: skip
     of_task = {name: path for name, path in files.items() if name.startswith(f"{_TASK}/")}
     package = _with_files(Code(root=folder), {name: files[name] for name in files.keys() - of_task.keys()})
     if _with_files(package, of_task).digest != digest:

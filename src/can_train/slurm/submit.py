@@ -122,7 +122,9 @@ def start_jobs(
         # The lines of sbatch, without the lines of Python.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         texts = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in lines if line.startswith("sbatch:")]
-        raise RunError("SLURM refused the job", value="; ".join(texts) or [*lines, "no reason given"][-1]) from error
+        reason = "; ".join(texts) or [*lines, "no reason given"][-1]
+        remedy = "Change what the job asks for; can-train doctor shows what the partitions grant"
+        raise RunError("SLURM refused the job", value=reason, remedy=remedy) from error
     # Each process of a job has a log of its own.
     return [
         _record(run, "slurm", job.job_id, str(JobPaths(folder, job.job_id, task).stdout), reason=submission.reason,

@@ -282,9 +282,10 @@ def check_place(file: Path, *, is_folder: bool = False) -> None:
                           remedy="Name a new one")  # fmt: skip
     if (file.is_dir() and not is_folder) or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         is_taken = file.is_dir() and not is_folder
-        why = "is a folder" if is_taken else "cannot be written" if folder.is_dir() else "is not there"
+        why = ("is a folder" if is_taken else "cannot be written" if folder.is_dir() else
+               "is a file" if folder.exists() else "is not there")  # fmt: skip
         raise ConfigError(f"{file if is_taken else folder} {why}: a model needs a {kind} in a writable folder",
-                          remedy=f"Make it, or name another {kind}")  # fmt: skip
+                          remedy=f"Make the folder, or name another {kind}")  # fmt: skip
 
 
 def description(finished: FinishedModel) -> dict[str, Any]:

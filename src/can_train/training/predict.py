@@ -46,6 +46,7 @@ from can_train.training.read_ahead import SampleReader, is_in_memory
 from can_train.training.sample_task import Task, make_task, make_unread, read_seeded, seeded_host
 from can_train.training.streams import is_stream, length_of
 
+_OTHER_DATA: Final = "Name data that have samples: --dataset FILE"
 _IN_LINE: Final = "0"  # value of `training.num_workers`: no other process reads
 
 
@@ -72,7 +73,8 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
-            raise ConfigError("A batch has at least one sample", value=f"--batch-size {self.batch_size}")
+            raise ConfigError("A batch has at least one sample", value=f"--batch-size {self.batch_size}",
+                              remedy="Write it as --batch-size 256")  # fmt: skip
 
 
 class LoadedModel(ABC):
@@ -327,7 +329,9 @@ class _StreamedSamples(SamplesToPredict):
                 self._looks.check()
             if not portion:
                 if not number:
-                    raise DataError("There is nothing to predict", value=f"{self._name} has no samples")
+                    raise DataError(
+                        "There is nothing to predict", value=f"{self._name} has no samples", remedy=_OTHER_DATA
+                    )
                 return
             rows = np.arange(number, number + len(portion), dtype=np.int64)
             yield Portion(rows=rows, samples=portion, first=number)
@@ -393,7 +397,9 @@ class SampleModel(LoadedModel):
             sets = {str(of_set): _to_predict(task, f"{name}, {of_set}" if len(samples) > 1 else name, each, looks)
                     for of_set, each in samples.items()}  # fmt: skip
             if not sets:
-                raise DataError("There is nothing to predict", value=f"{dataset} has no sets of samples")
+                raise DataError(
+                    "There is nothing to predict", value=f"{dataset} has no sets of samples", remedy=_OTHER_DATA
+                )
             return next(iter(sets.values())) if len(sets) == 1 else _SeveralSets(task, sets)
 
         samples: SamplesToPredict = self._with_cache(of_data)
@@ -471,7 +477,7 @@ def _to_predict(task: Task, name: str, samples: Any, looks: _Looks | None) -> Sa
     if is_stream(samples) or not isinstance(samples, Sized):
         return _StreamedSamples(task, name, samples, looks)
     if not len(samples):
-        raise DataError("There is nothing to predict", value=f"{name} has no samples")
+        raise DataError("There is nothing to predict", value=f"{name} has no samples", remedy=_OTHER_DATA)
     named = _NamedSamples(task, name, samples)  # type: ignore[arg-type] # has an index
     if looks is not None:
         # Some data sets read their file when the first sample is asked for.

@@ -389,7 +389,8 @@ class Task(BatchTask):
                               remedy="Say how many optimizer steps make an epoch: "
                                      "--set training.steps_per_epoch=1000")  # fmt: skip
         if not samples:
-            raise DataError(f"{name} has no samples", value=f"the length of {type(stream).__name__} is 0")
+            raise DataError(f"{name} has no samples", value=f"the length of {type(stream).__name__} is 0",
+                            remedy="Return the number of its samples from __len__")  # fmt: skip
         return TrainingStream(stream=stream, samples=samples, seed=self.context.seed, described=name,
                               asked=self._streaming)  # fmt: skip
 
@@ -537,7 +538,8 @@ class Task(BatchTask):
         with self.asked("model"):
             model = self.model()
         if not isinstance(model, nn.Module):
-            raise DataError(f"{type(self).__name__}.model did not return an nn.Module", value=type(model).__name__)
+            raise DataError(f"{type(self).__name__}.model did not return an nn.Module", value=type(model).__name__,
+                            remedy="Return the model itself: torch.nn.Linear(16, 2)")  # fmt: skip
         if next(model.parameters(), None) is None:
             raise DataError(f"{type(self).__name__}.model returned a model without parameters",
                             value=type(model).__name__,
@@ -1232,14 +1234,14 @@ def _check_sets(task: str, sets: Mapping[str, Any]) -> None:
 
 
 def _checked_terms(where: str, terms: Any) -> dict[str, tuple[Tensor, float | Tensor]]:
-    shape = "{term: (sum, denominator)}, as {'loss': (losses.sum(), len(losses))}"
+    remedy = "Return {'loss': (losses.sum(), len(losses))}"
     if not isinstance(terms, Mapping) or not terms:
-        raise DataError(f"{where} did not return {shape}", value=type(terms).__name__)
+        raise DataError(f"{where} did not return {{term: (sum, denominator)}}", value=_shown(terms), remedy=remedy)
     checked = {}
     for term, pair in terms.items():
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Tensor) or pair[0].ndim:
-            raise DataError(f"{where} did not return {shape}: a scalar tensor and a number for each term",
-                            value=f"{term!r} is {_shown(pair)}")  # fmt: skip
+            raise DataError(f"{where} did not return a scalar tensor and a number for each term",
+                            value=f"{term!r} is {_shown(pair)}", remedy=remedy)  # fmt: skip
         total, denominator = pair
         # A number that the device counted stays there: reading it would make the host wait for each micro-batch.
         stays = isinstance(denominator, Tensor) and denominator.device == total.device and not denominator.ndim

@@ -234,15 +234,17 @@ class BendrSettings:
         for name in ("hidden", "layers", "heads", "feedforward", "groups", "position_kernel"):
             check_range(f"model.{name}", getattr(self, name), low=1)
         check_range("model.dropout", self.dropout, low=0.0, high=0.99)
-        check_range("number of strides in model.strides", len(self.strides), low=1)
+        check_range("The number of strides in model.strides", len(self.strides), low=1)
         for stride in self.strides:
-            check_range("every stride in model.strides", stride, low=1)
+            check_range("Every stride in model.strides", stride, low=1)
         for name in ("heads", "groups"):
             if self.hidden % getattr(self, name):
                 raise ConfigError(f"model.hidden must be a multiple of model.{name}",
-                                  value=f"{self.hidden} with {getattr(self, name)} {name}")  # fmt: skip
+                                  value=f"{self.hidden} with {getattr(self, name)} {name}",
+                                  remedy=f"Write it as --set model.{name}=1, or choose another width")  # fmt: skip
         if self.position_kernel % 2 == 0:
-            raise ConfigError("model.position_kernel must be odd", value=str(self.position_kernel))
+            raise ConfigError("model.position_kernel must be odd", value=str(self.position_kernel),
+                              remedy=f"Write it as --set model.position_kernel={self.position_kernel + 1}")  # fmt: skip
 
     def steps(self, samples: int) -> int:
         """Returns the number of steps that the encoder makes from a window of `samples` samples."""

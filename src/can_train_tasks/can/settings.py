@@ -196,12 +196,13 @@ class VgaeSettings:
         for name in ("latent", "heads", "embedding"):
             check_range(f"model.{name}", getattr(self, name), low=1)
         check_range("model.dropout", self.dropout, low=0.0, high=0.99)
-        check_range("number of widths in model.hidden", len(self.hidden), low=1)
+        check_range("The number of widths in model.hidden", len(self.hidden), low=1)
         for width in self.hidden:
-            check_range("every width in model.hidden", width, low=1)
+            check_range("Every width in model.hidden", width, low=1)
             if width % self.heads:
                 raise ConfigError("A width in model.hidden is no multiple of model.heads",
-                                  value=f"{width} with {self.heads} heads")  # fmt: skip
+                                  value=f"{width} with {self.heads} heads",
+                                  remedy=f"Write {width + self.heads - width % self.heads} in its place")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

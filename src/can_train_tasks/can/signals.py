@@ -103,7 +103,8 @@ def _benign_frames(log: Path, channel: str) -> Frames:
     from can_train_tasks.can.settings import CanDatasetSettings
 
     if not log.is_file():
-        raise ConfigError("There is no such log", value=str(log), remedy="Name a file that candump or a logger wrote")
+        rule = "A log is a file, and this is a folder" if log.is_dir() else "There is no such log"
+        raise ConfigError(rule, value=str(log), remedy="Name a file that candump or a logger wrote")
     blocks = list(LogReader(log, CanDatasetSettings(path=str(log), channel=channel)).blocks())
     if not blocks:
         raise ConfigError("The log has no frames", value=str(log), remedy="Name another log")

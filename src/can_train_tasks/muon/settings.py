@@ -79,7 +79,8 @@ class ShowerDatasetSettings:
         check_range("dataset.depth_g_cm2", self.depth_g_cm2, above=0.0, high=50_000)
         check_range("dataset.max_muons_per_event", self.max_muons_per_event, low=0)
         if self.outliers and not self.outliers.endswith(".parquet"):
-            raise ConfigError("dataset.outliers must be a file that ends in .parquet", value=repr(self.outliers))
+            raise ConfigError("dataset.outliers must be a file that ends in .parquet", value=repr(self.outliers),
+                              remedy="Write it as --set dataset.outliers=outliers.parquet")  # fmt: skip
         check_range("dataset.parts", self.parts, low=0, high=100_000)
         check_range("dataset.validation_share", self.validation_share, above=0.0, high=0.4)
         check_range("dataset.test_share", self.test_share, above=0.0, high=0.4)

@@ -494,7 +494,8 @@ def _ground_particles(file: Any, path: Path) -> Columns:
     table = file[_GROUND_TABLE][:]
     missing = [name for name in ("particle_id", "x", "y", "t", "p_x", "p_y", "p_z") if name not in table.dtype.names]
     if missing:
-        raise DataError(f"{path}: the ground particles must have all columns", value=f"without {', '.join(missing)}")
+        raise DataError(f"{path}: the ground particles must have all columns", value=f"without {', '.join(missing)}",
+                        remedy="Name a file of CORSIKA 7 in the form of corsikaio, or of pandas")  # fmt: skip
     header = file.attrs.get("event_header")
     header = bytes(header) if isinstance(header, bytes) else b""
     primary = {

@@ -182,10 +182,12 @@ def read_table(path: Path, dataset: Seq2seqDatasetSettings, *, with_targets: boo
                                 )  # fmt: skip
             parts[name] = _split(cells[column - 1] if column else "", getattr(dataset, f"{name}_sep"))
             if not parts[name] and name != "features":
-                raise DataError(f"Every line has a {name}", value=f"{path}:{number}: column {column} is empty")
+                raise DataError(f"Every line has a {name}", value=f"{path}:{number}: column {column} is empty",
+                                remedy=f"Fill it in, or set dataset.{name}_col to another column")  # fmt: skip
         pairs.append(Pair(**parts))
     if not pairs:
-        raise DataError("A table has at least one pair", value=f"{path} is empty")
+        raise DataError("A table has at least one pair", value=f"{path} is empty",
+                        remedy="Name a table with a pair of texts on each line")  # fmt: skip
     return pairs
 
 
@@ -202,7 +204,8 @@ def _lines(path: Path) -> Sequence[str]:
         raise DataError("Tables are text in UTF-8", value=f"{path}:{line}: {error.reason}",
                         remedy=f"Convert it: iconv -f LATIN1 -t UTF-8 {path.name}") from error  # fmt: skip
     except OSError as error:
-        raise DataError("A table can be read", value=f"{path}: {error.strerror}") from error
+        raise DataError("The table cannot be read", value=f"{path}: {error.strerror}",
+                        remedy="Name a file that exists and may be read") from error  # fmt: skip
 
 
 def pair_of(source: str, features: str, dataset: Seq2seqDatasetSettings) -> Pair:

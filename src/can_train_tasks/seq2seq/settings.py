@@ -136,7 +136,9 @@ class TransformerSettings:
         if self.embedding % (2 * self.heads):
             # Positions are pairs of sine and cosine, and the heads divide the width between them.
             raise ConfigError("model.embedding is a multiple of twice model.heads",
-                              value=f"embedding {self.embedding}, heads {self.heads}")  # fmt: skip
+                              value=f"embedding {self.embedding}, heads {self.heads}",
+                              remedy=f"Take --set model.embedding="
+                                     f"{(self.embedding // (2 * self.heads) + 1) * 2 * self.heads}")  # fmt: skip
 
 
 TASK = TaskSettings(

@@ -296,7 +296,8 @@ def unpacked(path: Path) -> Iterator[tuple[Any, IO[bytes]]]:
                                 remedy="Unpack it, and give the unpacked log")  # fmt: skip
             yield stream, raw
     except FileNotFoundError as error:
-        raise MissingDataError("The log does not exist", value=str(path)) from error
+        raise MissingDataError("The log does not exist", value=str(path),
+                               remedy="Give the path of a log that exists") from error  # fmt: skip
     except _WindowTooLargeError as error:
         raise DataError(f"The log was compressed with a window of more than {WINDOW_BYTES >> 20} MiB", value=str(path),
                         remedy="Unpack it, and give the unpacked log") from error  # fmt: skip

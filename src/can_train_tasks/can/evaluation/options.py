@@ -89,7 +89,8 @@ class AlarmRule:
 
     def __post_init__(self) -> None:
         if self.threshold is not None and not math.isfinite(self.threshold):
-            raise ConfigError("--threshold is not a finite number", value=str(self.threshold))
+            raise ConfigError("--threshold is not a finite number", value=str(self.threshold),
+                              remedy="Write it as --threshold 0.5")  # fmt: skip
         for flag, value in {"calibrate": self.calibrate_s, "alarms-per-hour": self.alarms_per_hour}.items():
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"--{flag} is not more than 0", value=f"{value:g}", remedy="Give a positive number")

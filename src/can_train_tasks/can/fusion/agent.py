@@ -382,7 +382,9 @@ class FinishedFusion(WindowModel):
             agent.load_state_dict(dict(finished.weights))
         except RuntimeError as error:
             raise CheckpointError(
-                "A run's weights are those of its settings", value=f"{finished.run_id}: {error}".splitlines()[0]
+                "A run's weights are those of its settings",
+                value=f"{finished.run_id}: {error}".splitlines()[0],
+                remedy="Train the run anew: can-train resubmit RUN",
             ) from error
         networks = {role: FinishedNetwork(model, flat, full_precision=True) for role, model in mixed.items()}
         models = {role: network.model for role, network in networks.items()}
