@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from can_train_tasks.can.data.behaviour import BEHAVIOUR
+from can_train_tasks.can.data.behaviour import BEHAVIOUR, WORDS
 from can_train_tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, FlatGraphs, SourceFile
 
 KINDS = ("benign", "DoS", "fuzzing")
@@ -44,6 +44,7 @@ def windows_of(
         behaviour=np.zeros((len(node_features), len(BEHAVIOUR)), np.float32),
         past=np.zeros((len(node_features), len(BEHAVIOUR)), np.float32),
         past_windows=np.zeros(len(node_features), np.int32),
+        jumps=np.zeros((len(node_features), len(WORDS)), np.uint16),
         absent_ptr=np.zeros(G + 1, np.int64),
         absent_code=np.empty(0, np.int32),
         absent_silence=np.empty(0, np.float32),

@@ -232,7 +232,7 @@ class CanModeSettings:
     kl_weight: float = 0.01
     """Weight of the KL divergence in the autoencoder's loss."""
     rules: bool = True
-    """Raise the network's scores by rules: a known ID is silent or late, or a known bus has a new ID."""
+    """Raise the network's scores by rules: a known ID is silent or late, a known bus has a new ID, or a value jumps."""
     baselines: bool = True
     """Compute the simple detectors that a result is compared with."""
 

@@ -1,14 +1,17 @@
-"""The behaviour of each CAN ID in a window and in its past: its timing, and the changes of its payload.
+"""The behaviour of each CAN ID in a window and in its past: its timing, the changes of its payload, and its jumps.
 
 The last frame of every ID and its behaviour in earlier windows are kept from window to window, for one log.
 
+A jump is a change of the rate of change: a speed of 50 km/h that is 51 km/h a frame later and 80 km/h after that. A
+value in a payload may have 8 or 16 bits, so each byte and each pair of bytes is taken for a value (`WORDS`).
+
 Shapes: M frames, K IDs that were seen, G windows of W frames, N nodes (an ID in a window), B columns (`BEHAVIOUR`), A
-absences (an ID that a window lacks).
+absences (an ID that a window lacks), J words (`WORDS`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +21,18 @@ BEHAVIOUR: Final = (
     "gap_min", "gap_mean", "gap_spread", "rate", "silence", "bits_changed", "unchanged",
 )  # fmt: skip
 
+PAIRS: Final = 7  # pairs of adjacent bytes among the first eight bytes of a payload
+# Numbers of a payload, by their first byte, that jumps are measured of: pairs of bytes with the most significant byte
+# first, pairs with the least significant byte first, and bytes.
+WORDS: Final = (*(f"{first}-{first + 1}" for first in range(1, PAIRS + 1)),
+                *(f"{first + 1}-{first}" for first in range(1, PAIRS + 1)), *map(str, range(1, PAIRS + 2)))  # fmt: skip
+MOST_JUMP: Final = 2**16 - 1  # largest jump of a pair of bytes
+
 # Columns that compare a frame with its ID's previous frame.
 _COMPARED: Final = [index for index, name in enumerate(BEHAVIOUR) if name not in ("rate", "silence")]
 _LEAST_S: Final = 2.0**-14  # least gap, 61 µs: shorter than any frame on a bus of 1 Mbit/s
 _MOST_S: Final = 2.0**10  # largest gap, 17 minutes
+_LONG_GAP: Final = 3.0  # gap ÷ the gap before it, above which a value does not jump
 _QUANTUM: Final = 2.0**-16  # unit of all values, so that sums are exact for any cut of a log into blocks
 _TABLE_ROWS: Final = 2**12  # rows that are filled at a time
 _MAX_IDS: Final = 2**16  # IDs that are remembered; only a bus with random 29-bit IDs has more
@@ -37,6 +48,12 @@ class Changes(NamedTuple):
 
     gap_s: NDArray[np.float32]
     bits: NDArray[np.int8]
+    jumps: NDArray[np.uint16]  # [M, J] jump of each word; 0 in the first and the second frame of an ID
+
+    @classmethod
+    def none(cls) -> Self:
+        """Returns the changes of no frames."""
+        return cls(np.empty(0, np.float32), np.empty(0, np.int8), np.empty((0, len(WORDS)), np.uint16))
 
 
 class Behaviour(NamedTuple):
@@ -107,9 +124,11 @@ class IdHistory:
     """The history of each ID in a log so far."""
 
     def __init__(self) -> None:
-        self._frames = _nothing(time=(np.float64, 0), payload=(np.int64, 0))
+        self._frames = _nothing(time=(np.float64, 0), payload=(np.int64, 0), gap=(np.float32, 0),
+                                has_step=(np.bool_, 0), step=(np.int16, len(WORDS)))  # fmt: skip
         wide = (np.float64, len(BEHAVIOUR))
         self._windows = _nothing(count=(np.float64, 0), plain=wide, clipped=wide)
+        self._jumped = _nothing(jumps=(np.uint16, len(WORDS)), before=(np.uint16, len(WORDS)))
         self._seen = _nothing(time=(np.float64, 0), count=(np.int64, 0))
         self._num_windows = 0
 
@@ -125,17 +144,82 @@ class IdHistory:
         before_words[first[is_old]] = self._frames.values["payload"][position[is_old]]
         gap, bits = np.empty(len(ids), np.float32), np.empty(len(ids), np.int8)
         # Public captures run backwards by some milliseconds.
-        gap[order] = np.maximum(times - before_time, 0.0)
+        gaps = np.maximum(times - before_time, 0.0).astype(np.float32)
+        gap[order] = gaps
         bits[order] = np.bitwise_count((words ^ before_words).view(np.uint64))
         bits[order[first[~is_old]]] = -1
         last = np.append(first[1:], len(ids)) - 1
-        self._frames.update(ids[first], {"time": times[last], "payload": words[last]})
+        steps = _steps(words, before_words)
+        jumps = np.empty(steps.shape, np.uint16)
+        jumped = self._jumps(steps, first, position, is_old)
+        gap_before = np.roll(gaps, 1)
+        gap_before[first] = np.nan
+        gap_before[first[is_old]] = self._frames.values["gap"][position[is_old]]
+        # After a long gap the value has had time to change.
+        jumped[gaps > _LONG_GAP * gap_before] = 0
+        jumps[order] = jumped
+        # An ID's first frame makes no step; steps of a short run may be its second frame's.
+        has_step = is_old | (last > first)
+        kept = {
+            "time": times[last],
+            "payload": words[last],
+            "gap": gaps[last],
+            "has_step": has_step,
+            "step": steps[last],
+        }
+        self._frames.update(ids[first], kept)
         if len(self._frames.can_id) > 2 * _MAX_IDS:
             seen_s = self._frames.values["time"]
             self._frames.keep(seen_s >= np.partition(seen_s, -_MAX_IDS)[-_MAX_IDS])
-            for remembered in (self._windows, self._seen):
+            for remembered in (self._windows, self._jumped, self._seen):
                 remembered.keep(np.isin(remembered.can_id, self._frames.can_id))
-        return Changes(gap, bits)
+        return Changes(gap, bits, jumps)
+
+    def _jumps(
+        self,
+        steps: NDArray[np.int16],
+        first: NDArray[np.intp],
+        position: NDArray[np.intp],
+        is_old: NDArray[np.bool_],
+    ) -> NDArray[np.uint16]:
+        """Returns the jumps [M, J] from the steps of frames that are ordered by ID, then time.
+
+        The first frames of IDs are at `first`; where `is_old`, the ID is remembered at `position`.
+        """
+        before = np.roll(steps, 1, axis=0)
+        # Where nothing is known about the step before, the value does not jump.
+        before[first] = steps[first]
+        has_step = np.zeros(len(first), np.bool_)
+        has_step[is_old] = self._frames.values["has_step"][position[is_old]]
+        before[first[has_step]] = self._frames.values["step"][position[has_step]]
+        second = first[~is_old] + 1
+        second = second[~np.isin(second, first) & (second < len(steps))]
+        before[second] = steps[second]
+        change = np.abs(np.subtract(steps, before, dtype=np.int32))
+        change -= np.abs(before, dtype=np.int32)
+        return np.maximum(change, 0, out=change).astype(np.uint16)
+
+    def recent_jumps(self, can_id: NDArray[np.uint32], jumps: NDArray[np.uint16]) -> NDArray[np.uint16]:
+        """Returns the larger of the jumps [N, J] of nodes and of the last earlier window with the node's ID.
+
+        A single window with a jump would be lost where an alarm needs several windows. Where the value also jumped in
+        the window before that, nothing would be lost, and the jumps of the earlier window do not count.
+        """
+        ids, order = _sorted_ids(can_id)
+        first = _run_starts(ids)
+        position, is_old = self._jumped.find(ids[first])
+        own = jumps[order]
+        history = [own]
+        for name in ("jumps", "before"):
+            earlier = np.roll(history[-1], 1, axis=0)
+            earlier[first] = 0
+            earlier[first[is_old]] = self._jumped.values[name][position[is_old]]
+            history.append(earlier)
+        last = np.append(first[1:], len(ids)) - 1
+        self._jumped.update(ids[first], {"jumps": own[last], "before": history[1][last]})
+        recent = np.empty_like(jumps)
+        recent[order] = np.maximum(own, np.where(history[2] > history[1] // 2, 0, history[1]))
+        return recent
 
     def absences(self, nodes: Nodes) -> Absences:
         """Finds the regular IDs that the log's next G windows lack.
@@ -243,6 +327,20 @@ def sorted_columns(keys: NDArray[Any], largest: int) -> tuple[NDArray[Any], NDAr
     ordered = (keys.astype(dtype) << bits) | np.arange(keys.shape[1], dtype=dtype)
     ordered.sort(axis=1)
     return ordered >> bits, ordered & ((1 << bits) - 1)
+
+
+def _steps(words: NDArray[np.int64], before: NDArray[np.int64]) -> NDArray[np.int16]:
+    """Returns the changes [M, J] of each of `WORDS` from payloads `before` [M] to payloads `words` [M].
+
+    A value that runs over its end goes on at the other end: from 255 to 0 is a step of 1.
+    """
+    now, then = (np.ascontiguousarray(each).view(np.uint8).reshape(-1, 8).astype(np.uint16) for each in (words, before))
+    steps = np.empty((len(words), len(WORDS)), np.int16)
+    for begin, high, low in ((0, 0, 1), (PAIRS, 1, 0)):
+        new, old = ((each[:, high : PAIRS + high] << 8) | each[:, low : PAIRS + low] for each in (now, then))
+        steps[:, begin : begin + PAIRS] = (new - old).view(np.int16)
+    steps[:, 2 * PAIRS :] = (now - then).astype(np.uint8).view(np.int8)
+    return steps
 
 
 def payload_words(payload: NDArray[np.uint8]) -> NDArray[np.int64]:

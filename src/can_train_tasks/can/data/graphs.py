@@ -22,6 +22,7 @@ from can_train.errors import ConfigError, DataError
 from can_train.io.arrays import ArrayWriter, noticing_damage, read_arrays
 from can_train_tasks.can.data.behaviour import (
     BEHAVIOUR,
+    WORDS,
     Changes,
     IdHistory,
     Nodes,
@@ -55,7 +56,7 @@ EDGE_FEATURES: Final = (
 
 # Part of the name of every folder. Raise it when the arrays or the meaning of a column change: older folders are then
 # not found.
-SCHEMA: Final = 5
+SCHEMA: Final = 6
 
 # Type and shape of one row of every array on disk.
 _ARRAYS: Final[dict[str, tuple[str, tuple[int, ...]]]] = {
@@ -66,6 +67,7 @@ _ARRAYS: Final[dict[str, tuple[str, tuple[int, ...]]]] = {
     "behaviour": ("float32", (len(BEHAVIOUR),)),
     "past": ("float32", (len(BEHAVIOUR),)),
     "past_windows": ("int32", ()),
+    "jumps": ("uint16", (len(WORDS),)),
     "absent_ptr": ("int64", ()),
     "absent_code": ("int32", ()),
     "absent_silence": ("float32", ()),
@@ -167,6 +169,7 @@ class WindowGraphs:
     behaviour: NDArray[np.float32]  # [N, 7] columns `BEHAVIOUR`; NaN where no frame of the ID has an earlier frame
     past: NDArray[np.float32]  # [N, 7] means of `behaviour` over the ID's earlier windows in the log
     past_windows: NDArray[np.int32]  # [N] number of the ID's earlier windows in the log
+    jumps: NDArray[np.uint16]  # [N, 22] largest jump of each of `WORDS` (see `recent_jumps`)
     absent_silence: NDArray[np.float32]  # [A] binary logarithm of seconds since the ID's last frame
     edge_index: NDArray[np.int32]  # [2, E] source and destination as node positions inside the graph
     edge_features: NDArray[np.float32]  # [E, 11] columns `EDGE_FEATURES`, unscaled
@@ -250,7 +253,7 @@ class GraphBuilder:
 
     def feed(self, frames: Frames) -> Iterator[GraphBlock]:
         """Takes the log's next frames; yields the windows that they complete, in order, in blocks of bounded size."""
-        changes = [Changes(np.empty(0, np.float32), np.empty(0, np.int8))]
+        changes = [Changes.none()]
         for begin in range(0, len(frames), _COMPARED_FRAMES):
             part = frames[begin : begin + _COMPARED_FRAMES]
             changes.append(self._history.changes(part.can_id, part.timestamp, part.payload))
@@ -281,6 +284,7 @@ class _ComparedFrames(Frames):
 
     gap_s: NDArray[np.float32]  # [M]
     bits: NDArray[np.int8]  # [M]
+    jumps: NDArray[np.uint16]  # [M, J]
 
 
 class _Joined(NamedTuple):
@@ -345,7 +349,8 @@ def _build_chunk(frames: _ComparedFrames, window: int, stride: int, first_frame:
     columns = _byte_means(windows(payload_words(frames.payload)).ravel()[nodes.member], nodes)
     columns["count"] = nodes.count
     columns["last_position"] = nodes.column[nodes.last] / (window - 1)
-    in_order = Changes(*(windows(column).ravel()[nodes.member] for column in (frames.gap_s, frames.bits)))
+    frame = windows(np.arange(len(frames))).ravel()[nodes.member]
+    in_order = Changes(frames.gap_s[frame], frames.bits[frame], frames.jumps[frame])
     duration_s = (times[:, -1] - times[:, 0])[nodes.row]
     seen_s = times.ravel()[nodes.member[nodes.last]]
     silence_s = np.maximum(times[nodes.row, -1] - seen_s, 0.0)
@@ -363,6 +368,7 @@ def _build_chunk(frames: _ComparedFrames, window: int, stride: int, first_frame:
         behaviour=behaviour.now,
         past=behaviour.past,
         past_windows=behaviour.past_windows,
+        jumps=history.recent_jumps(can_id, np.maximum.reduceat(in_order.jumps, nodes.first)),
         num_absent=absences.num_absent,
         absent_id=absences.can_id,
         absent_silence=absences.silence,

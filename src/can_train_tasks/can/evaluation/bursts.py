@@ -107,6 +107,17 @@ class Timeline:
         groups = self.groups(np.flatnonzero(raised))
         return int(groups[-1]) + 1 if len(groups) else 0
 
+    def after_bursts(self, burst: Ints) -> Ints:
+        """Returns the burst that ended less than `JOIN_S` before each window outside all bursts [R]; -1: no burst.
+
+        `burst` [R] is the burst of each window, or -1.
+        """
+        inside = burst >= 0
+        latest = np.maximum.accumulate(np.where(inside, np.arange(len(burst)), -1))
+        is_after = ~inside & (latest >= 0)
+        is_after &= (self.segment == self.segment[latest]) & (self.start_s - self.end_s[latest] < JOIN_S)
+        return np.where(is_after, burst[latest], -1)
+
     def bursts(self) -> Ints:
         """Returns the number of each window's burst [R], also for benign windows inside a burst; -1: no burst."""
         attacks = np.flatnonzero(self.is_attack)
@@ -137,16 +148,18 @@ def held_scores(score: Floats, segment: Ints, hold: Hold) -> Floats:
 def burst_figures(timeline: Timeline, score: Floats, threshold: float, hold: Hold) -> BurstFigures:
     """Computes the burst-level figures of scores [R].
 
-    A burst is found if the alarm is raised in one of its windows. A false event is an alarm that windows outside all
-    bursts raise alone: an alarm that began in a burst and still holds is no false event.
+    A burst is found if the alarm is raised in one of its windows, or less than `JOIN_S` after it: a value that a forger
+    leaves again jumps in the first frame after the attack, and an alarm needs several windows. A false event is an
+    alarm that the other windows raise alone: an alarm that began in a burst and still holds is no false event.
     """
     burst = timeline.bursts()
+    inside = np.flatnonzero(burst >= 0)
+    begins = inside[np.unique(burst[inside], return_index=True)[1]]
+    count = len(begins)
+    burst = np.maximum(burst, timeline.after_bursts(burst))
     outside = burst < 0
-    count = int(burst.max(initial=-1)) + 1
     raised = np.flatnonzero((held_scores(score, timeline.segment, hold) > threshold) & ~outside)
     alarmed, first_alarm = np.unique(burst[raised], return_index=True)
-    inside = np.flatnonzero(~outside)
-    begins = inside[np.unique(burst[inside], return_index=True)[1]]
     latency = timeline.end_s[raised[first_alarm]] - timeline.start_s[begins[alarmed]]
     alone = held_scores(np.where(outside, score, -np.inf), timeline.segment, hold) > threshold
     false_events = timeline.count_events(alone)

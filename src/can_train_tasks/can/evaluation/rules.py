@@ -1,22 +1,27 @@
-"""Rules beside a network: a known ID is silent or late, or a known bus has a new ID.
+"""Rules beside a network: a known ID is silent or late, a known bus has a new ID, or a value in a payload jumps.
 
-A network that has learned from floods and forged frames overlooks frames that are missing. A rule measures how rare a
-window is among benign windows, and raises the network's score where the window is rarer than one in a million.
+A network that has learned from floods and forged frames overlooks frames that are missing, and frames of a forger who
+has silenced the real sender and keeps its rhythm. But a forger who takes a value over, and leaves it again, makes the
+value jump. A rule measures how rare a window is among benign windows, and raises the network's score where the window
+is rarer than one in a million.
 
-Shapes: V IDs of the vocabulary, K IDs of a data set, R windows, N nodes and A absences of the windows, I = N + A.
+Shapes: V IDs of the vocabulary, K IDs of a data set, R windows, N nodes and A absences of the windows, I = N + A, J
+words of a payload (`WORDS`), P parts of the training logs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from can_train.fit.packing import Members, members
-from can_train_tasks.can.data.behaviour import BEHAVIOUR
+from can_train_tasks.can.data.behaviour import BEHAVIOUR, PAIRS, WORDS
 from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints
 from can_train_tasks.can.evaluation.calibration import ScoreScale
 from can_train_tasks.can.inputs import LEAST_KNOWN_SHARE, PUNCTUAL, PUNCTUAL_LOGS, SETTLED_WINDOWS, known_ids
@@ -24,8 +29,8 @@ from can_train_tasks.can.inputs import LEAST_KNOWN_SHARE, PUNCTUAL, PUNCTUAL_LOG
 if TYPE_CHECKING:
     from can_train_tasks.can.data.graphs import Split
 
-SILENT, LATE, NEW = "silent", "late", "new"
-RULES: Final = (SILENT, LATE, NEW)
+SILENT, LATE, NEW, JUMP = "silent", "late", "new", "jump"
+RULES: Final = (SILENT, LATE, NEW, JUMP)
 # Decimal logarithms of benign windows for each window that a rule takes for benign. On other drives of 18 simulated
 # vehicles, rules that flag one window in 100,000 raise five times as many false alarms, and find as many attacks.
 FLAGGED: Final = 6.0
@@ -34,6 +39,33 @@ LEAST_WINDOWS: Final = 50  # benign validation windows, without which nothing is
 TAIL_SHARE: Final = 0.03  # share of the benign windows that the tail is fitted to
 LEAST_SCALE: Final = 0.1  # binary orders of magnitude: least scale of a tail, for IDs that never deviate
 AGREEMENT: Final = 0.5  # largest binary logarithm of an ID's mean gap in a log ÷ its mean gap in training
+# A word of a payload is a steady value if its largest jump in benign training is at most this many times its median
+# largest jump in a log. Other words are several values, statuses, or noise.
+STEADY: Final = 3.0
+# Jumps that add to the largest jump, so that a value of few levels is no sign by its rounding.
+LEVELS: Final = 2.0
+# Binary logarithm of seconds: longest mean gap of an ID whose values are compared. After an attack that also forges
+# slow IDs, the next true value jumps when the attack is long over.
+LONGEST_PERIOD: Final = -2.0
+LEAST_MOVES: Final = 2  # windows in each log, in which a word must jump to be a value
+# Two bytes are one value if the pair jumps by less than this share of the jumps of its high byte.
+CARRIED: Final = 0.5
+LARGEST_JUMP: Final = 0.25  # of the range of a word: beyond it, words are statuses or checksums
+# A word whose jumps in validation exceed those of training by more than this factor is left out.
+UNSTEADY: Final = 1.2
+# Share of known IDs, up to which a bus may be another vehicle: by a standard such as J1939, many IDs are the same
+# there, with values of other ranges.
+SAME_VEHICLE: Final = 0.9
+_BYTE: Final = 256.0
+_RANGES: Final = np.array([_BYTE**2] * (2 * PAIRS) + [_BYTE] * (PAIRS + 1))  # [J]
+# [2 * PAIRS] the word that is the most significant byte of each pair
+_HIGH_BYTES: Final = 2 * PAIRS + np.concatenate([np.arange(PAIRS), np.arange(PAIRS) + 1])
+# [2 * PAIRS] the number of the least significant byte of each pair, from 0
+_LOW_BYTES: Final = np.concatenate([np.arange(PAIRS) + 1, np.arange(PAIRS)])
+# The words whose most significant byte is a byte, for each byte.
+_BEGIN_WITH: Final = [[word for word, name in enumerate(WORDS) if name.split("-")[0] == str(byte + 1)]
+                      for byte in range(PAIRS + 1)]  # fmt: skip
+_NODES_AT_A_TIME: Final = 2**16  # whose jumps are in memory at a time: 12 MB as 8-byte numbers
 _TIMES: Final = ("gap", "longest_gap", "longest_silence")  # arrays of `Rules`
 _ROUNDED: Final = 1000.0  # parts of an octave that times are rounded to, so that a result file stays small
 _GAP_MEAN, _SILENCE = (BEHAVIOUR.index(name) for name in ("gap_mean", "silence"))
@@ -82,8 +114,11 @@ class Rules:
         gap: [V] mean over benign windows of the mean gap between frames; like all times, a binary logarithm of seconds.
         longest_gap: [V] largest mean gap of a benign window; NaN for an ID that is not punctual.
         longest_silence: [V] longest silence up to the end of a benign window; NaN for an ID that is not punctual.
+        largest_jump: [V, J] largest jump of each word to be expected in a benign window (see `_steady_jumps`); NaN for
+            a word that is no steady value.
         silent: Tail of silence ÷ longest silence.
         late: Tail of mean gap ÷ largest mean gap.
+        jump: Tail of the binary logarithm of jump ÷ largest jump.
         new: Rarity of a benign window with an ID outside `ids`.
     """
 
@@ -91,8 +126,10 @@ class Rules:
     gap: Floats
     longest_gap: Floats
     longest_silence: Floats
+    largest_jump: Floats
     silent: Tail = _NO_TAIL
     late: Tail = _NO_TAIL
+    jump: Tail = _NO_TAIL
     new: float = 0.0
 
     @classmethod
@@ -105,19 +142,24 @@ class Rules:
         validation = split.validation[flat.label[split.validation] == 0]
         if len(validation) < LEAST_WINDOWS:
             return None
-        timing = cls(**_timing(flat, split.train))
-        values = timing._values(flat, validation)
+        timing = _timing(flat, split.train)
+        jumps = _steady_jumps(flat, split, timing["ids"])
+        jumps[~(timing["gap"] <= LONGEST_PERIOD)] = np.nan
+        usual = cls(**timing, largest_jump=jumps)
+        values = usual._values(flat, validation)
         num_new = int(np.count_nonzero(values.of_windows(values.new)))
         rare = FLAGGED + 1 if not num_new else math.log10(len(validation) / num_new)
         return cls(
-            **{name: getattr(timing, name) for name in ("ids", *_TIMES)},
+            **timing,
+            largest_jump=usual.largest_jump,
             silent=Tail.of(values.of_windows(values.silent, values.absent)),
             late=Tail.of(values.of_windows(values.late)),
+            jump=Tail.of(values.of_windows(np.where(_undisturbed(flat, validation), values.jump, -np.inf))),
             new=rare,
         )
 
     def rarities(self, flat: FlatGraphs, rows: Ints) -> Floats:
-        """Returns the rarity [I, 3] of each ID of the windows by each of `RULES`.
+        """Returns the rarity [I, 4] of each ID of the windows by each of `RULES`.
 
         Window after window; in each window the nodes, then the absences.
         """
@@ -125,8 +167,9 @@ class Rules:
         table = np.zeros((len(values.silent) + len(values.absent), len(RULES)))
         of_nodes, of_absences = values.places()
         table[of_nodes] = np.column_stack(
-            [self.silent.rarities(values.silent), self.late.rarities(values.late), self.new * (values.new > 0)]
-        )
+            [self.silent.rarities(values.silent), self.late.rarities(values.late), self.new * (values.new > 0),
+             self.jump.rarities(values.jump)]
+        )  # fmt: skip
         table[of_absences, 0] = self.silent.rarities(values.absent)
         return table
 
@@ -139,14 +182,21 @@ class Rules:
     def plain(self) -> dict[str, Any]:
         """Returns the rules as strict JSON."""
         times = {name: _plain(getattr(self, name)) for name in _TIMES}
-        return {"ids": self.ids.tolist(), **times, SILENT: list(self.silent), LATE: list(self.late), NEW: self.new}
+        index, word = np.nonzero(~np.isnan(self.largest_jump))
+        jumps = [index.tolist(), word.tolist(), self.largest_jump[index, word].tolist()]
+        tails = {name: list(getattr(self, name)) for name in (SILENT, LATE, JUMP)}
+        return {"ids": self.ids.tolist(), **times, "largest_jump": jumps, **tails, NEW: self.new}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
         """Reads what `plain` wrote."""
         times = {name: np.array(plain[name], np.float64) for name in _TIMES}
-        return cls(ids=np.array(plain["ids"], np.int64), **times, silent=Tail(*plain[SILENT]), late=Tail(*plain[LATE]),
-                   new=plain[NEW])  # fmt: skip
+        largest_jump = np.full((len(plain["ids"]), len(WORDS)), np.nan)
+        index, word, largest = plain["largest_jump"]
+        largest_jump[index, word] = largest
+        ids = np.array(plain["ids"], np.int64)
+        return cls(ids=ids, **times, largest_jump=largest_jump, silent=Tail(*plain[SILENT]), late=Tail(*plain[LATE]),
+                   jump=Tail(*plain[JUMP]), new=plain[NEW])  # fmt: skip
 
     def _values(self, flat: FlatGraphs, rows: Ints) -> _Values:
         nodes, absences = members(flat.node_ptr, rows), members(flat.absent_ptr, rows)
@@ -156,7 +206,8 @@ class Rules:
         # An ID that has just appeared says nothing about the bus: a fuzzer makes up most IDs of a window.
         settled = flat.past_windows[nodes.positions] >= SETTLED_WINDOWS
         shares = [_share(is_known & chosen, chosen, nodes) for chosen in (settled, np.ones_like(settled))]
-        on_known_bus = np.where(np.isnan(shares[0]), shares[1], shares[0]) > LEAST_KNOWN_SHARE
+        share = np.where(np.isnan(shares[0]), shares[1], shares[0])
+        on_known_bus = share > LEAST_KNOWN_SHARE
         known_bus = np.repeat(on_known_bus, nodes.sizes)
         now = flat.behaviour[nodes.positions].astype(np.float64)
         # In another vehicle, an ID of the same number is another message, of another period.
@@ -171,8 +222,22 @@ class Rules:
             silent=_or_nothing(now[:, _SILENCE] - self.longest_silence[at], agrees),
             late=_or_nothing(now[:, _GAP_MEAN] - self.longest_gap[at], agrees),
             new=(known_bus & ~is_known).astype(np.float64),
+            jump=_or_nothing(self._jumps(flat, nodes, at), agrees & np.repeat(share > SAME_VEHICLE, nodes.sizes)),
             absent=_or_nothing(silence, counts),
         )
+
+    def _jumps(self, flat: FlatGraphs, nodes: Members, at: Ints) -> Floats:
+        """Returns the binary logarithm [N] of the largest jump ÷ `largest_jump`; `at` [N] in `ids`.
+
+        NaN where the ID has no steady value.
+        """
+        jumps = np.full(len(at), np.nan)
+        with np.errstate(divide="ignore"):
+            for part in _parts(len(at)):
+                largest = self.largest_jump[at[part]]
+                ratio = np.where(np.isnan(largest), -1.0, flat.jumps[nodes.positions[part]] / largest).max(axis=1)
+                jumps[part] = np.where(ratio >= 0, np.log2(np.maximum(ratio, 0.0)), np.nan)
+        return jumps
 
     def _find(self, flat: FlatGraphs) -> tuple[Ints, Any]:
         """Returns, for each ID of a data set [K], its position in `ids`, and whether it is there."""
@@ -188,6 +253,7 @@ class _Values(NamedTuple):
     silent: Floats  # [N]
     late: Floats  # [N]
     new: Floats  # [N] 1 for an unknown ID on a known bus
+    jump: Floats  # [N]
     absent: Floats  # [A]
 
     def of_windows(self, of_nodes: Floats, of_absences: Floats | None = None) -> Floats:
@@ -258,7 +324,7 @@ class RaisedScores:
         return self.scale.raised(score, self.rules.window_rarities(flat, rows))
 
     def contributions(self, flat: FlatGraphs, rows: Ints) -> Floats:
-        """Returns what each ID of the windows adds to the scores by each of `RULES`, [I, 3]; 0 where no rule flags."""
+        """Returns what each ID of the windows adds to the scores by each of `RULES`, [I, 4]; 0 where no rule flags."""
         rarities = self.rules.rarities(flat, rows)
         added: Floats = np.where(rarities >= FLAGGED, self.scale.decade * rarities, 0.0)
         return added
@@ -284,6 +350,95 @@ def _timing(flat: FlatGraphs, train: Ints) -> dict[str, Any]:
     longest = [np.where(punctual, each, np.nan) for each in (longest_gap, longest_silence)]
     rounded = [np.ceil(each[known] * _ROUNDED) / _ROUNDED for each in (mean, *longest)]
     return {"ids": flat.ids[known], **dict(zip(_TIMES, rounded, strict=True))}
+
+
+def _steady_jumps(flat: FlatGraphs, split: Split, ids: Ints) -> Floats:
+    """Returns `Rules.largest_jump` of the IDs of the vocabulary, from benign windows of training and validation."""
+    part, num_parts = _parts_of_logs(flat, split.train)
+    maxima, moves = _jumps_by_part(flat, split.train, ids, part, num_parts)  # [P, V, J]
+    there = maxima >= 0
+    in_parts = there.sum(axis=0)
+    largest = maxima.max(axis=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a median of nothing
+        median = np.nanmedian(np.where(there, maxima, np.nan), axis=0)
+    is_value = (in_parts >= PUNCTUAL_LOGS) & (moves >= LEAST_MOVES * in_parts) & (largest <= LARGEST_JUMP * _RANGES)
+    is_value &= largest <= STEADY * median + LEVELS
+    # Two bytes are one value if the second byte carries over into the first. Otherwise the first byte says as much.
+    is_value[:, : 2 * PAIRS] &= largest[:, : 2 * PAIRS] < _BYTE * np.maximum(largest[:, _HIGH_BYTES], 1)
+    # The low byte of a value is none of its own: it runs over its end the faster the value changes.
+    for pair in range(2 * PAIRS):
+        high = _HIGH_BYTES[pair]
+        carries = (moves[:, high] > 0) & (largest[:, pair] < CARRIED * _BYTE * largest[:, high])
+        is_value[np.ix_(carries, _BEGIN_WITH[_LOW_BYTES[pair]])] = False
+    # The next log may exceed the largest jump as the largest jump exceeds the median.
+    spread = largest / np.maximum(median, 1.0)
+    usual = np.where(is_value, largest * np.maximum(spread, 1.0) + LEVELS, np.nan)
+    later, _ = _jumps_by_part(flat, split.validation, ids, np.zeros(len(split.validation), np.int64), 1)
+    # A comparison with NaN is false.
+    usual[later[0] > UNSTEADY * usual] = np.nan
+    return usual
+
+
+def _parts_of_logs(flat: FlatGraphs, rows: Ints) -> tuple[Ints, int]:
+    """Returns the part of the logs that each of the rows [R] belongs to, and the number of parts.
+
+    A part is a log. Where there are fewer than `PUNCTUAL_LOGS` logs, each log is cut by time into parts of one size.
+    """
+    _, log, sizes = np.unique(flat.source[rows], return_inverse=True, return_counts=True)
+    pieces = -(-PUNCTUAL_LOGS // max(len(sizes), 1))
+    rank = np.arange(len(rows)) - (np.cumsum(sizes) - sizes)[log]
+    part: Ints = (log * pieces + rank * pieces // sizes[log]).astype(np.int64)
+    return part, len(sizes) * pieces
+
+
+def _jumps_by_part(flat: FlatGraphs, rows: Ints, ids: Ints, part: Ints, num_parts: int) -> tuple[Floats, Ints]:
+    """Measures the undisturbed nodes of windows `rows` [R], which are in parts [R].
+
+    Returns:
+        The largest jumps [P, V, J], -1 where a part lacks the ID; and the number of nodes [V, J] in which a word jumps.
+    """
+    nodes = members(flat.node_ptr, rows)
+    known = np.searchsorted(ids, flat.ids)
+    known = np.where(np.isin(flat.ids, ids), known, -1)[flat.node_code[nodes.positions]]
+    group = np.where(_undisturbed(flat, rows) & (known >= 0), np.repeat(part, nodes.sizes) * len(ids) + known, -1)
+    maxima, moves = np.full((num_parts * len(ids), len(WORDS)), -1.0), np.zeros((len(ids), len(WORDS)), np.int64)
+    for some in _parts(len(group)):
+        own = np.flatnonzero(group[some] >= 0) + some.start
+        own = own[np.argsort(group[own], kind="stable")]
+        if not len(own):
+            continue
+        jumps, groups = flat.jumps[nodes.positions[own]], group[own]
+        first = np.flatnonzero(np.diff(groups, prepend=-1))
+        at = groups[first]
+        maxima[at] = np.maximum(maxima[at], np.maximum.reduceat(jumps, first))
+        np.add.at(moves, at % len(ids), np.add.reduceat(jumps > 0, first, dtype=np.int64))
+    return maxima.reshape(num_parts, len(ids), len(WORDS)), moves
+
+
+def _undisturbed(flat: FlatGraphs, rows: Ints) -> NDArray[np.bool_]:
+    """Returns whether the log has no attack in the last four windows with the ID of a node, nor between them, [N].
+
+    A node has the jumps of two windows, and a jump compares three frames of the ID, so benign frames after an attack
+    jump, too. `rows` ascend.
+    """
+    nodes = members(flat.node_ptr, rows)
+    code, row = flat.node_code[nodes.positions], np.repeat(rows, nodes.sizes)
+    order = np.argsort(code, kind="stable")
+    code, row = code[order], row[order]
+    source = flat.source[row]
+    before = np.roll(row, 3)
+    is_first = np.ones(len(row), np.bool_)
+    is_first[3:] = (code[3:] != code[:-3]) | (source[3:] != source[:-3])
+    attacks = np.concatenate([[0], np.cumsum(flat.label != 0)])
+    undisturbed = np.empty(len(row), np.bool_)
+    undisturbed[order] = ~is_first & (attacks[row + 1] == attacks[np.where(is_first, row, before)])
+    return undisturbed
+
+
+def _parts(size: int) -> Iterator[slice]:
+    for begin in range(0, size, _NODES_AT_A_TIME):
+        yield slice(begin, min(begin + _NODES_AT_A_TIME, size))
 
 
 def _share(part: Any, whole: Any, nodes: Members) -> Floats:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from can_train_tasks.can.data.behaviour import BEHAVIOUR
+from can_train_tasks.can.data.behaviour import BEHAVIOUR, WORDS
 from can_train_tasks.can.data.graphs import Frames, GraphBlock, GraphBuilder
 
 WINDOW = 5
@@ -22,7 +23,13 @@ def logs(draw: st.DrawFn) -> Frames:
     size = draw(st.integers(WINDOW, 60))
     ids = draw(st.lists(st.sampled_from([0, 1, 0x7FF, 2**29 - 1]), min_size=size, max_size=size))
     gaps = draw(st.lists(st.sampled_from([0.0, 1e-4, 3e-3, 0.5, -2e-3]), min_size=size, max_size=size))
-    payload = draw(st.lists(st.sampled_from([0, 1, 2**63, 2**64 - 1]), min_size=size, max_size=size))
+    payload = draw(
+        st.lists(
+            st.one_of(st.sampled_from([0, 1, 2**63, 2**64 - 1]), st.integers(0, 2**64 - 1)),
+            min_size=size,
+            max_size=size,
+        )
+    )
     return Frames(
         timestamp=1.6e9 + np.cumsum(gaps),
         can_id=np.array(ids, np.uint32),
@@ -37,7 +44,8 @@ def built(frames: Frames, stride: int = WINDOW, portions: tuple[int, ...] = ()) 
     blocks = []
     for begin, end in zip((0, *portions), (*portions, len(frames)), strict=True):
         blocks += list(builder.feed(frames[begin:end]))
-    names = ("can_id", "num_nodes", "behaviour", "past", "past_windows", "num_absent", "absent_id", "absent_silence")
+    names = ("can_id", "num_nodes", "behaviour", "past", "past_windows", "jumps", "num_absent", "absent_id",
+             "absent_silence")  # fmt: skip
     joined = {name: np.concatenate([getattr(block, name) for block in blocks]) for name in names}
     return type("Block", (), joined)()
 
@@ -50,24 +58,45 @@ def reference(frames: Frames, stride: int) -> list[dict[str, object]]:
     """The nodes of all windows, by the definitions."""
     gap, bits = [nan] * len(frames), [nan] * len(frames)
     before: dict[int, int] = {}
+    jumps, step_before = [[0] * len(WORDS)] * len(frames), dict[int, list[int]]()
     words = frames.payload.view(np.uint64).ravel()
     for position, can_id in enumerate(frames.can_id.tolist()):
         if can_id in before:
             earlier = before[can_id]
             gap[position] = max(float(np.float32(frames.timestamp[position] - frames.timestamp[earlier])), 0.0)
             bits[position] = (int(words[position]) ^ int(words[earlier])).bit_count()
+            steps = [step_of(word, frames.payload[earlier], frames.payload[position]) for word in WORDS]
+            if can_id in step_before and not gap[position] > 3 * gap[earlier]:
+                pairs = zip(steps, step_before[can_id], strict=True)
+                jumps[position] = [max(abs(now - then) - abs(then), 0) for now, then in pairs]
+            step_before[can_id] = steps
         before[can_id] = position
     nodes: list[dict[str, object]] = []
     windows: dict[int, list[dict[str, float]]] = defaultdict(list)
+    windows_before: dict[int, list[list[int]]] = defaultdict(lambda: [[0] * len(WORDS)] * 2)
     for start in range(0, len(frames) - WINDOW + 1, stride):
         part = range(start, start + WINDOW)
         for can_id in sorted(set(frames.can_id[part].tolist())):
             own = [position for position in part if frames.can_id[position] == can_id]
             now = node_behaviour(frames, own, part, ([gap[p] for p in own], [bits[p] for p in own]))
-            nodes.append({"can_id": can_id, "now": now, "past": mean_of(windows[can_id]), "n": len(windows[can_id])})
+            largest = [max(column) for column in zip(*(jumps[position] for position in own), strict=True)]
+            steady = zip(largest, *windows_before[can_id], strict=True)
+            recent = [now if two > one // 2 else max(now, one) for now, one, two in steady]
+            windows_before[can_id] = [largest, windows_before[can_id][0]]
+            nodes.append({"can_id": can_id, "now": now, "past": mean_of(windows[can_id]), "n": len(windows[can_id]),
+                          "jumps": recent})  # fmt: skip
             if not np.isnan(now["gap_min"]):
                 windows[can_id].append(now)
     return nodes
+
+
+def step_of(word: str, then: NDArray[np.uint8], now: NDArray[np.uint8]) -> int:
+    """The change of a word, whose bytes are named from the most significant byte on; values run over their ends."""
+    numbers = [int(number) - 1 for number in word.split("-")]
+    before, after = (int.from_bytes(bytes(payload[numbers])) for payload in (then, now))
+    size = 256 ** len(numbers)
+    step = (after - before) % size
+    return step - size if step >= size // 2 else step
 
 
 def node_behaviour(
@@ -108,6 +137,7 @@ def test_behaviour_is_that_of_the_definitions(frames: Frames, stride: int) -> No
     block, nodes = built(frames, stride), reference(frames, stride)
     assert block.can_id.tolist() == [node["can_id"] for node in nodes]
     assert block.past_windows.tolist() == [node["n"] for node in nodes]
+    assert block.jumps.tolist() == [node["jumps"] for node in nodes]
     for index, node in enumerate(nodes):
         now, past = node["now"], node["past"]
         assert isinstance(now, dict)
@@ -122,7 +152,7 @@ def test_behaviour_is_that_of_the_definitions(frames: Frames, stride: int) -> No
 def test_behaviour_does_not_depend_on_the_portions_a_log_comes_in(frames: Frames, data: st.DataObject) -> None:
     cuts = data.draw(st.lists(st.integers(0, len(frames)), max_size=4).map(sorted))
     whole, parts = built(frames), built(frames, portions=tuple(cuts))
-    for name in ("behaviour", "past", "past_windows", "num_absent", "absent_id", "absent_silence"):
+    for name in ("behaviour", "past", "past_windows", "jumps", "num_absent", "absent_id", "absent_silence"):
         assert np.array_equal(getattr(whole, name), getattr(parts, name), equal_nan=name == "behaviour")
 
 

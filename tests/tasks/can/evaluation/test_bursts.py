@@ -87,6 +87,15 @@ def test_what_holds_from_a_burst_is_no_false_event_and_what_begins_outside_is_on
     assert each["false_events_per_hour"] == pytest.approx(3 / (12 / 3600), rel=0.1)
 
 
+def test_an_alarm_less_than_a_second_after_a_burst_finds_it_and_is_no_false_event():
+    windows = timeline([0, 1, 0, 0, 0, 0, 0, 0], seconds=1.5)
+    soon, late = (burst_figures(windows, flags(text), 0.5, EACH_WINDOW) for text in ("00100000", "00010000"))
+    assert (soon["bursts_found"], soon["false_events"], soon["latency_s"]) == (1, 0, 2.5)
+    assert (late["bursts_found"], late["false_events"]) == (0, 1)
+    logs = timeline([0, 1, 0], seconds=1.0, source=[0, 0, 1])
+    assert burst_figures(logs, flags("001"), 0.5, EACH_WINDOW)["bursts_found"] == 0
+
+
 def test_alarms_less_than_a_second_apart_are_one_event():
     assert burst_figures(timeline([0] * 6, seconds=0.5), flags("101001"), 0.5, EACH_WINDOW)["false_events"] == 1
     assert burst_figures(timeline([0] * 6, seconds=2.0), flags("101001"), 0.5, EACH_WINDOW)["false_events"] == 3

@@ -8,9 +8,20 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from can_train.errors import ConfigError
-from can_train_tasks.can.contributions import IDENTITY, PERIOD, PROPERTIES, SILENCE
+from can_train_tasks.can.contributions import CHANGE, IDENTITY, PERIOD, PROPERTIES, SILENCE
+from can_train_tasks.can.data.behaviour import WORDS
 from can_train_tasks.can.data.graphs import Frames, GraphBuilder, Split
-from can_train_tasks.can.evaluation.rules import FLAGGED, LEAST_WINDOWS, TOLD, RaisedScores, Rules, RuleScale, Tail
+from can_train_tasks.can.evaluation.rules import (
+    FLAGGED,
+    JUMP,
+    LEAST_WINDOWS,
+    RULES,
+    TOLD,
+    RaisedScores,
+    Rules,
+    RuleScale,
+    Tail,
+)
 from can_train_tasks.can.reference_models import _RULE_COLUMNS
 from can_train_tasks.can.settings import FusionSettings
 from fakes.random_bus import cached_graphs
@@ -66,7 +77,7 @@ def test_the_id_that_is_silent_is_named(bus):
     raised = RaisedScores(rules=rules, scale=RuleScale(threshold=1.0, decade=0.5))
     added = raised.contributions(flat, np.array([row]))
     assert np.flatnonzero(added.any(axis=1)).tolist() == np.flatnonzero(ids == SILENCED).tolist()
-    assert [PROPERTIES[column] for column in _RULE_COLUMNS] == [SILENCE, PERIOD, IDENTITY]
+    assert [PROPERTIES[column] for column in _RULE_COLUMNS] == [SILENCE, PERIOD, IDENTITY, CHANGE]
 
 
 def test_windows_together_and_one_by_one_have_equal_rarities(bus):
@@ -120,6 +131,65 @@ def test_rules_survive_a_result_file(bus):
         raised(flat, rows, np.zeros(len(rows))), scale.raised(np.zeros(len(rows)), rules.window_rarities(flat, rows))
     )
     assert RaisedScores.from_judgement({"rules": rules.plain()}) is None
+
+
+VICTIM, IDLE = 0x100, 0x110
+LOG_S = 12.0
+
+
+def swaying(seed, forged_s=(), label_s=()):
+    """Frames of two IDs each 10 ms: a value of 16 bits that sways slowly, beside noise and a counter.
+
+    The value is 2,000 higher in the time span `forged_s`, and frames in `label_s` are labelled as attacks.
+    """
+    rng = np.random.default_rng(seed)
+    times = np.repeat(np.arange(0, LOG_S, 0.01), 2) + np.tile([0.0, 0.004], round(LOG_S / 0.01))
+    value = 20_000 + 9_000 * np.sin(times * 2 + 6 * rng.random()) + rng.integers(-2, 3, len(times))
+    if forged_s:
+        value[(times >= forged_s[0]) & (times < forged_s[1])] += 2_000
+    payload = rng.integers(0, 256, (len(times), 8)).astype(np.uint8)
+    payload[:, 0], payload[:, 1:3] = np.arange(len(times)) // 2 % 16, value.astype(">u2").view(np.uint8).reshape(-1, 2)
+    payload[:, 3] = 0
+    label = (times >= label_s[0]) & (times < label_s[1]) if label_s else np.zeros(len(times))
+    return Frames(times, np.tile(np.uint32([VICTIM, IDLE]), len(times) // 2), np.full(len(times), 8, np.uint8), payload,
+                  np.asarray(label, np.uint8))  # fmt: skip
+
+
+def swaying_rules(folder, logs):
+    blocks = [list(GraphBuilder(WINDOW, WINDOW).feed(log)) for log in logs]
+    flat = cached_graphs(folder, blocks, WINDOW)
+    last = np.concatenate([rows[-len(rows) // 5 :] for rows in (np.flatnonzero(flat.source == log)
+                                                               for log in range(len(logs)))])  # fmt: skip
+    train = np.setdiff1d(np.arange(len(flat)), last)
+    rules = Rules.fit(flat, Split(train=train, validation=last, test={}))
+    assert rules is not None
+    return rules
+
+
+@pytest.mark.parametrize("attacked", [False, True])
+def test_a_value_that_a_forger_takes_over_and_leaves_jumps_and_its_id_is_named(tmp_path, attacked):
+    # A labelled attack in training, and the jump after it, leave the rules as they are.
+    logs = [swaying(0, (5.0, 5.5), (5.0, 5.5)) if attacked else swaying(0), *map(swaying, range(1, 6))]
+    rules = swaying_rules(tmp_path / "train", logs)
+    drive = graphs_of(tmp_path / "drive", swaying(7, (6.0, 8.0)))
+    jumps = rules.rarities(drive, np.arange(len(drive)))[:, RULES.index(JUMP)] >= FLAGGED
+    node = np.flatnonzero(jumps)
+    window = np.searchsorted(np.cumsum(drive.num_ids), node, side="right")
+    times = drive.end_time[window]
+    at_edges = [(times > edge) & (times < edge + 3 * WINDOW * 0.01) for edge in (6.0, 8.0)]
+    assert all(edge.any() for edge in at_edges)
+    assert np.logical_or(*at_edges).all()
+
+
+def test_a_drive_like_those_of_training_has_no_jump(tmp_path):
+    rules = swaying_rules(tmp_path / "train", [swaying(seed) for seed in range(6)])
+    drives = [graphs_of(tmp_path / str(seed), swaying(seed)) for seed in range(10, 14)]
+    for drive in drives:
+        assert not (rules.rarities(drive, np.arange(len(drive)))[:, RULES.index(JUMP)] >= FLAGGED).any()
+    # The low byte of the value, and the noise beside it, are no steady values.
+    words = [WORDS[word] for word in np.flatnonzero(~np.isnan(rules.largest_jump).all(axis=0))]
+    assert "2-3" in words
+    assert not {"3", "5", "6", "7", "8", "3-4", "5-6", "8-7"} & set(words)
 
 
 def test_too_few_benign_windows_make_no_rules(bus):
