@@ -46,6 +46,9 @@ def test_a_link_that_leads_nowhere_fails_the_build(tmp_path: Path) -> None:
         place = tmp_path / (name if name in SOURCES.values() else f"scripts/{name}")
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / place.relative_to(tmp_path), place)
+    version = tmp_path / "src" / "can_train" / "__init__.py"
+    version.parent.mkdir(parents=True)
+    shutil.copy(can_train.__file__, version)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text("# Start\n\n[a](memory.md#nothing), [b](nowhere.md)\n")
     (tmp_path / "docs" / "memory.md").write_text("# Memory\n")
