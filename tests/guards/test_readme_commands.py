@@ -111,7 +111,8 @@ def make_desk(folder: Path) -> None:
 @pytest.fixture
 def here(desk: Path, tmp_path: Path) -> Iterator[Path]:
     """The desk's state and runs, for one command to change."""
-    folder = shutil.copytree(desk, tmp_path / "desk")
+    # The desk's runs know the desk's cache, and a command of another process may just write a file there.
+    folder = shutil.copytree(desk, tmp_path / "desk", ignore=shutil.ignore_patterns(".*"))
     with at(folder):
         yield folder
 
