@@ -1,5 +1,6 @@
 """What errors say: the command as it can be typed where it was typed."""
 
+import ast
 import errno
 import os
 import re
@@ -10,11 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from can_train import errors
 from can_train.cli.main import main
-from can_train.errors import COMMAND_VARIABLE, ConfigError, first_sentence, from_os_error, with_command_name
+from can_train.errors import (
+    COMMAND_VARIABLE,
+    CanTrainError,
+    ConfigError,
+    first_sentence,
+    from_os_error,
+    with_command_name,
+)
 from can_train.io.records import write_text_atomic
 from can_train.reporter import wrapped
 from fakes.finished_runs import Shelf
+from guards.sources import TASKS, Source, package_sources, parse
 
 
 @pytest.mark.parametrize(
@@ -125,3 +135,28 @@ def test_a_disk_that_fails_is_said_in_words(number: int) -> None:
     error = from_os_error(OSError(number, os.strerror(number), "runs/x"))
     assert error is not None
     assert "does not answer as it should: runs/x: " in str(error)
+
+
+TOLD_ELSEWHERE = {"SettingError", "ArgumentError", "TaskError", "UntrustedCodeError"}
+"""Errors whose remedy `config.compose` or the class adds, whose rule says how to call a function, or which a task's own
+code raised.
+"""
+
+
+def without_remedy(source: Source) -> list[str]:
+    """The places of a file where an error of a user's doing is made without a remedy."""
+    names = {name for name, kind in vars(errors).items()
+             if isinstance(kind, type) and issubclass(kind, CanTrainError)} - TOLD_ELSEWHERE  # fmt: skip
+    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    return [f"{source.path}:{call.lineno}" for call in calls if isinstance(call.func, ast.Name)
+            and call.func.id in names and {each.arg for each in call.keywords} & {"remedy", None} == set()]  # fmt: skip
+
+
+def test_every_error_has_a_remedy() -> None:
+    sources = [*package_sources(), *package_sources(TASKS)]
+    assert [place for source in sources for place in without_remedy(source)] == []
+
+
+def test_an_error_without_a_remedy_is_noticed() -> None:
+    assert without_remedy(parse("a.py", "raise DataError('x', value='y')")) == ["a.py:1"]
+    assert without_remedy(parse("a.py", "raise DataError('x', remedy='y')")) == []

@@ -114,13 +114,14 @@ class CanTrainError(Exception):
     Args:
         rule: The fact, or the rule that was broken, as a sentence without its full stop.
         value: The wrong value, as text; empty if the rule already has it.
-        remedy: A line that works, or the next step, as a sentence without its full stop.
+        remedy: A line that works, or the next step, as a sentence without its full stop. All errors of this package
+            have one (a guard looks); other packages may leave it out.
     """
 
     exit_code: int = 2  # a wrong command line or configuration; `RUN_FAILED` once training has begun
     in_json: bool = False  # whether JSON that says so has been printed
 
-    def __init__(self, rule: str, *, value: str = "", remedy: str) -> None:
+    def __init__(self, rule: str, *, value: str = "", remedy: str = "") -> None:
         super().__init__(rule, value, remedy)
         self.rule = rule
         self.value = value

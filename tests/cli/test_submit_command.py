@@ -381,7 +381,10 @@ def test_what_slurm_refuses_is_said_in_its_words_once(slurm: Path, capfd: pytest
         "#!/bin/sh\necho 'sbatch: error: Batch job submission failed: No' >&2; exit 1"
     )
     assert main((*TRAIN, "--submit")) == 2
-    assert capfd.readouterr().err == "error: SLURM refused the job: Batch job submission failed: No.\n"
+    assert capfd.readouterr().err == (
+        "error: SLURM refused the job: Batch job submission failed: No.\n"
+        "Change what the job asks for; can-train doctor shows what the partitions grant.\n"
+    )
     assert [*(slurm / "runs").iterdir()] == []
 
 
