@@ -335,6 +335,7 @@ def test_a_figure_whose_name_does_not_tell_has_no_direction(metric: str) -> None
 def test_detectors_are_chosen_by_the_metrics_of_their_judgement(tmp_path: Path, model: str) -> None:
     values = {
         "dataset.synthetic.seconds": 5, "training.epochs": 3, "training.best_by": "mcc", "mode.baselines": False,
+        "mode.rules": False,  # weights are chosen by the network alone
         "paths.runs_dir": str(tmp_path / "runs"), "paths.state_dir": str(tmp_path / "state"),
     }  # fmt: skip
     request = RunRequest(model=model, dataset="synthetic", size="student", device="cpu", values=values)

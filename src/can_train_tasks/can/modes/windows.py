@@ -140,7 +140,10 @@ class WindowTask(BatchTask):
         return judge(self._data.flat, self._data.split, self._final_scores(score), options, references)
 
     def validation_metrics(self, rows: Ints, score: Score) -> Mapping[str, float]:
-        """Judges the validation windows of both classes, by the threshold that they choose themselves."""
+        """Judges the validation windows of both classes, by the threshold that they choose themselves.
+
+        The network is judged alone: the rules beside it are equal after all epochs.
+        """
         from can_train_tasks.can.evaluation.judging import JudgingOptions, judge
 
         alone = copy(self)
