@@ -26,7 +26,6 @@ PAIRS: Final = 7  # pairs of adjacent bytes among the first eight bytes of a pay
 # first, pairs with the least significant byte first, and bytes.
 WORDS: Final = (*(f"{first}-{first + 1}" for first in range(1, PAIRS + 1)),
                 *(f"{first + 1}-{first}" for first in range(1, PAIRS + 1)), *map(str, range(1, PAIRS + 2)))  # fmt: skip
-MOST_JUMP: Final = 2**16 - 1  # largest jump of a pair of bytes
 
 # Columns that compare a frame with its ID's previous frame.
 _COMPARED: Final = [index for index, name in enumerate(BEHAVIOUR) if name not in ("rate", "silence")]
