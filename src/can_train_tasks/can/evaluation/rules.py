@@ -189,14 +189,15 @@ class Rules:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        """Reads what `plain` wrote."""
+        """Reads what `plain` wrote. Rules of runs from before the rule of jumps have none of it."""
         times = {name: np.array(plain[name], np.float64) for name in _TIMES}
         largest_jump = np.full((len(plain["ids"]), len(WORDS)), np.nan)
-        index, word, largest = plain["largest_jump"]
-        largest_jump[index, word] = largest
+        if "largest_jump" in plain:
+            index, word, largest = plain["largest_jump"]
+            largest_jump[index, word] = largest
         ids = np.array(plain["ids"], np.int64)
         return cls(ids=ids, **times, largest_jump=largest_jump, silent=Tail(*plain[SILENT]), late=Tail(*plain[LATE]),
-                   jump=Tail(*plain[JUMP]), new=plain[NEW])  # fmt: skip
+                   jump=Tail(*plain.get(JUMP, _NO_TAIL)), new=plain[NEW])  # fmt: skip
 
     def _values(self, flat: FlatGraphs, rows: Ints) -> _Values:
         nodes, absences = members(flat.node_ptr, rows), members(flat.absent_ptr, rows)

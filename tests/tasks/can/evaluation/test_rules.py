@@ -133,6 +133,15 @@ def test_rules_survive_a_result_file(bus):
     assert RaisedScores.from_judgement({"rules": rules.plain()}) is None
 
 
+def test_rules_of_a_run_from_before_the_rule_of_jumps_are_read_without_it(bus):
+    flat, rules, rows = bus
+    plain = rules.plain()
+    del plain["largest_jump"], plain[JUMP]
+    older = rules.rarities(flat, rows)
+    older[:, RULES.index(JUMP)] = 0.0
+    assert np.array_equal(Rules.from_plain(plain).rarities(flat, rows), older)
+
+
 VICTIM, IDLE = 0x100, 0x110
 LOG_S = 12.0
 
