@@ -14,7 +14,9 @@ settings.register_profile("can-train", deadline=None, print_blob=True)
 settings.load_profile("can-train")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if reporter := config.pluginmanager.get_plugin("terminalreporter"):
+        config.pluginmanager.register(_FailuresAtOnce(reporter))
     # Two workers on two cores: threads that wait for each other's cores would make every training many times slower.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Else each of a thousand processes compiles can-train anew.
@@ -23,6 +25,19 @@ def pytest_configure() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # A shell that starts the tests in the background has them ignore Ctrl-C, and so every process that they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class _FailuresAtOnce:
+    """Prints why a test failed as soon as it has: a run that is cut off would have said no more than an F."""
+
+    def __init__(self, reporter: pytest.TerminalReporter) -> None:
+        self._reporter = reporter
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._reporter.ensure_newline()
+            self._reporter.section(report.nodeid, sep="-")
+            self._reporter.write_line(report.longreprtext)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
