@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from can_train_tasks.can.data.batches import GraphBatch, scatter
-from can_train_tasks.can.data.behaviour import BEHAVIOUR
+from can_train_tasks.can.data.behaviour import BEHAVIOUR, WORDS
 from can_train_tasks.can.data.graphs import EDGE_FEATURES, MAX_PAYLOAD_BYTES
 from can_train_tasks.can.evaluation.metrics import ERROR_TERMS, ERROR_WEIGHTS
 from can_train_tasks.can.inputs import with_self_loops
@@ -30,7 +30,8 @@ CHANGE: Final = "change"  # changes of the payload from frame to frame
 NEIGHBOURS: Final = "neighbours"  # IDs that come before and after the ID, and how often
 LATENT: Final = "latent"  # all properties together, as an autoencoder encodes them
 BYTES: Final = tuple(f"byte_{number}" for number in range(1, MAX_PAYLOAD_BYTES + 1))  # means of payload bytes
-PROPERTIES: Final = (IDENTITY, *BYTES, FRAMES, LAST, GAP, PERIOD, SILENCE, CHANGE, NEIGHBOURS, LATENT)
+JUMPS: Final = tuple(f"jump_{word}" for word in WORDS)  # jumps of values in the payload
+PROPERTIES: Final = (IDENTITY, *BYTES, FRAMES, LAST, GAP, PERIOD, SILENCE, CHANGE, NEIGHBOURS, LATENT, *JUMPS)
 
 _GAP_FEATURES: Final = ("interval_mean_ms", "interval_std_ms", "regularity")
 _CHANGE_FEATURES: Final = ("bits_changed", "unchanged")

@@ -24,8 +24,8 @@ from can_train.config.resolved import FinishedModel
 from can_train.errors import CheckpointError, RunError
 from can_train.task import ReferenceModel
 from can_train_tasks.can.contributions import (
-    CHANGE,
     IDENTITY,
+    JUMPS,
     PERIOD,
     PROPERTIES,
     SILENCE,
@@ -35,7 +35,7 @@ from can_train_tasks.can.contributions import (
 from can_train_tasks.can.data.batches import GRAPH_FEATURES, Gatherer
 from can_train_tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, FlatGraphs, Floats, Ints
 from can_train_tasks.can.evaluation.metrics import ERROR_TERMS, anomaly_scores
-from can_train_tasks.can.evaluation.rules import JUMP, LATE, NEW, RULES, SILENT, RaisedScores, RuleScale
+from can_train_tasks.can.evaluation.rules import RaisedScores, RuleScale
 from can_train_tasks.can.inputs import InputEncoder, InputStatistics, known_ids, target_weights
 from can_train_tasks.can.losses import AutoencoderBatch, ClassifierBatch
 from can_train_tasks.can.models import GatClassifier, Vgae, build_network
@@ -49,10 +49,8 @@ if TYPE_CHECKING:
 AUTOENCODER: Final = "autoencoder"
 CLASSIFIER: Final = "classifier"
 
-# Columns of contributions that the rules add to, in the order of `RULES`.
-_RULE_COLUMNS: Final = [
-    PROPERTIES.index({SILENT: SILENCE, LATE: PERIOD, NEW: IDENTITY, JUMP: CHANGE}[rule]) for rule in RULES
-]
+# Columns of contributions that the rules add to, in the order of `Rules.rarities_by_word`.
+_RULE_COLUMNS: Final = [PROPERTIES.index(name) for name in (SILENCE, PERIOD, IDENTITY, *JUMPS)]
 
 
 class WindowModel(ABC):

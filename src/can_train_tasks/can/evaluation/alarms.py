@@ -17,6 +17,7 @@ from can_train_tasks.can.contributions import (
     FRAMES,
     GAP,
     IDENTITY,
+    JUMPS,
     LAST,
     LATENT,
     NEIGHBOURS,
@@ -24,7 +25,7 @@ from can_train_tasks.can.contributions import (
     PROPERTIES,
     SILENCE,
 )
-from can_train_tasks.can.data.behaviour import BEHAVIOUR
+from can_train_tasks.can.data.behaviour import BEHAVIOUR, WORDS
 from can_train_tasks.can.data.graphs import (
     EDGE_FEATURES,
     NODE_FEATURES,
@@ -51,6 +52,15 @@ NAMED_PROPERTIES: Final = 2  # properties that are named for an ID
 
 USUAL_NOTE: Final = "Usually: the median of this ID over windows of the same log that are not flagged"
 
+
+def _value_name(word: str) -> str:
+    """Names a value in a payload by its bytes, of which `WORDS` has the most significant byte first."""
+    first, _, second = word.partition("-")
+    if not second:
+        return f"payload byte {first}"
+    return f"payload bytes {word}" if first < second else f"payload bytes {second}-{first} (little-endian)"
+
+
 # Words for each property. The identity of a new ID is told as "not in benign training data".
 _WORDS: Final = {
     IDENTITY: "the ID itself",
@@ -63,12 +73,17 @@ _WORDS: Final = {
     CHANGE: "{:.1f} bits change from frame to frame",
     NEIGHBOURS: "{:.0f} other IDs beside it",
     LATENT: "its pattern as a whole",
+    **{
+        name: f"{_value_name(word)} jump{'' if '-' in word else 's'} by {{:,.0f}}"
+        for name, word in zip(JUMPS, WORDS, strict=True)
+    },
 }
 _USUAL_WORDS: Final = {
     **dict.fromkeys((*BYTES, FRAMES, NEIGHBOURS), "{:.0f}"),
     **dict.fromkeys((GAP, PERIOD, SILENCE), "{:.3g} ms"),
     LAST: "{:.0%}",
     CHANGE: "{:.1f}",
+    **dict.fromkeys(JUMPS, "{:,.0f}"),
 }
 
 
@@ -237,6 +252,8 @@ def id_value(flat: FlatGraphs, row: int, node: int, name: str) -> float | None:
         return float(features[BYTES.index(name)]) * 255
     if name in (FRAMES, LAST):
         return float(features[NODE_FEATURES.index("count" if name == FRAMES else "last_position")])
+    if name in JUMPS:
+        return float(flat.jumps[flat.node_ptr[row] + node, JUMPS.index(name)])
     if name in _OF_BEHAVIOUR:
         column, to_unit = _OF_BEHAVIOUR[name]
         value = float(flat.behaviour[flat.node_ptr[row] + node, BEHAVIOUR.index(column)])

@@ -163,15 +163,7 @@ class Rules:
 
         Window after window; in each window the nodes, then the absences.
         """
-        values = self._values(flat, rows)
-        table = np.zeros((len(values.silent) + len(values.absent), len(RULES)))
-        of_nodes, of_absences = values.places()
-        table[of_nodes] = np.column_stack(
-            [self.silent.rarities(values.silent), self.late.rarities(values.late), self.new * (values.new > 0),
-             self.jump.rarities(values.jump)]
-        )  # fmt: skip
-        table[of_absences, 0] = self.silent.rarities(values.absent)
-        return table
+        return self._rarities(self._values(flat, rows))
 
     def window_rarities(self, flat: FlatGraphs, rows: Ints) -> Floats:
         """Returns the rarity [R] of each window by the rule that finds it rarest."""
@@ -199,6 +191,28 @@ class Rules:
         return cls(ids=ids, **times, largest_jump=largest_jump, silent=Tail(*plain[SILENT]), late=Tail(*plain[LATE]),
                    jump=Tail(*plain.get(JUMP, _NO_TAIL)), new=plain[NEW])  # fmt: skip
 
+    def _rarities(self, values: _Values) -> Floats:
+        table = np.zeros((len(values.silent) + len(values.absent), len(RULES)))
+        of_nodes, of_absences = values.places()
+        table[of_nodes] = np.column_stack(
+            [self.silent.rarities(values.silent), self.late.rarities(values.late), self.new * (values.new > 0),
+             self.jump.rarities(values.jump)]
+        )  # fmt: skip
+        table[of_absences, 0] = self.silent.rarities(values.absent)
+        return table
+
+    def rarities_by_word(self, flat: FlatGraphs, rows: Ints) -> Floats:
+        """Returns the rarities [I, 3 + J], in which the rule of jumps has a column for each word of a payload.
+
+        The word that jumps most, in units of its `largest_jump`, has the rarity.
+        """
+        values = self._values(flat, rows)
+        table = self._rarities(values)
+        of_nodes, _ = values.places()
+        by_word = np.zeros((len(table), len(WORDS)))
+        by_word[of_nodes, values.word] = table[of_nodes, RULES.index(JUMP)]
+        return np.concatenate([table[:, : RULES.index(JUMP)], by_word], axis=1)
+
     def _values(self, flat: FlatGraphs, rows: Ints) -> _Values:
         nodes, absences = members(flat.node_ptr, rows), members(flat.absent_ptr, rows)
         index, known = self._find(flat)
@@ -217,28 +231,32 @@ class Rules:
         absent = flat.absent_code[absences.positions]
         silence = flat.absent_silence[absences.positions] - self.longest_silence[index[absent]]
         counts = known[absent] & np.repeat(on_known_bus, absences.sizes)
+        jump, word = self._jumps(flat, nodes, at)
         return _Values(
             nodes=nodes,
             absences=absences,
             silent=_or_nothing(now[:, _SILENCE] - self.longest_silence[at], agrees),
             late=_or_nothing(now[:, _GAP_MEAN] - self.longest_gap[at], agrees),
             new=(known_bus & ~is_known).astype(np.float64),
-            jump=_or_nothing(self._jumps(flat, nodes, at), agrees & np.repeat(share > SAME_VEHICLE, nodes.sizes)),
+            jump=_or_nothing(jump, agrees & np.repeat(share > SAME_VEHICLE, nodes.sizes)),
+            word=word,
             absent=_or_nothing(silence, counts),
         )
 
-    def _jumps(self, flat: FlatGraphs, nodes: Members, at: Ints) -> Floats:
-        """Returns the binary logarithm [N] of the largest jump ÷ `largest_jump`; `at` [N] in `ids`.
+    def _jumps(self, flat: FlatGraphs, nodes: Members, at: Ints) -> tuple[Floats, Ints]:
+        """Returns the binary logarithm [N] of the largest jump ÷ `largest_jump`, and its word [N]; `at` [N] in `ids`.
 
         NaN where the ID has no steady value.
         """
-        jumps = np.full(len(at), np.nan)
+        jumps, word = np.full(len(at), np.nan), np.zeros(len(at), np.int64)
         with np.errstate(divide="ignore"):
             for part in _parts(len(at)):
                 largest = self.largest_jump[at[part]]
-                ratio = np.where(np.isnan(largest), -1.0, flat.jumps[nodes.positions[part]] / largest).max(axis=1)
+                ratios = np.where(np.isnan(largest), -1.0, flat.jumps[nodes.positions[part]] / largest)
+                word[part] = ratios.argmax(axis=1)
+                ratio = ratios[np.arange(len(ratios)), word[part]]
                 jumps[part] = np.where(ratio >= 0, np.log2(np.maximum(ratio, 0.0)), np.nan)
-        return jumps
+        return jumps, word
 
     def _find(self, flat: FlatGraphs) -> tuple[Ints, Any]:
         """Returns, for each ID of a data set [K], its position in `ids`, and whether it is there."""
@@ -255,6 +273,7 @@ class _Values(NamedTuple):
     late: Floats  # [N]
     new: Floats  # [N] 1 for an unknown ID on a known bus
     jump: Floats  # [N]
+    word: Ints  # [N] the word that jumps
     absent: Floats  # [A]
 
     def of_windows(self, of_nodes: Floats, of_absences: Floats | None = None) -> Floats:
@@ -325,8 +344,11 @@ class RaisedScores:
         return self.scale.raised(score, self.rules.window_rarities(flat, rows))
 
     def contributions(self, flat: FlatGraphs, rows: Ints) -> Floats:
-        """Returns what each ID of the windows adds to the scores by each of `RULES`, [I, 4]; 0 where no rule flags."""
-        rarities = self.rules.rarities(flat, rows)
+        """Returns what each ID of the windows adds to the scores, [I, 3 + J]; 0 where no rule flags.
+
+        The columns are those of `Rules.rarities_by_word`.
+        """
+        rarities = self.rules.rarities_by_word(flat, rows)
         added: Floats = np.where(rarities >= FLAGGED, self.scale.decade * rarities, 0.0)
         return added
 

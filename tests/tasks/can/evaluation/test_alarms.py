@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from can_train_tasks.can.contributions import FRAMES, GAP, NEIGHBOURS, PROPERTIES, SILENCE
+from can_train_tasks.can.data.behaviour import WORDS
 from can_train_tasks.can.data.graphs import FlatGraphs, id_text
 from can_train_tasks.can.evaluation.alarms import (
     LEAST_USUAL_WINDOWS,
@@ -77,12 +78,26 @@ def test_a_property_that_looks_usual_is_not_told() -> None:
     assert cause.text(decimal=False) == said
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("jump_3-4", "payload bytes 3-4 jump by 2,013 (usually 12)"),
+        ("jump_4-3", "payload bytes 3-4 (little-endian) jump by 2,013 (usually 12)"),
+        ("jump_3", "payload byte 3 jumps by 2,013 (usually 12)"),
+    ],
+)
+def test_a_value_that_jumps_is_told_with_its_bytes(name: str, said: str) -> None:
+    assert Property(name=name, value=2013.0, usual=12.0).text() == said
+
+
 def test_properties_are_what_the_window_shows() -> None:
     flat = windows_of([[A, B, A, C, C]])
     position = [*flat.ids[flat.node_code]].index(A)
     assert id_value(flat, 0, position, NEIGHBOURS) == 2
     assert id_value(flat, 0, position, FRAMES) == 2
     assert id_value(flat, 0, position, GAP) == 1
+    flat.jumps[position, WORDS.index("2-1")] = 300
+    assert id_value(flat, 0, position, "jump_2-1") == 300
 
 
 @pytest.mark.parametrize(("calm", "chosen"), [(0, 0), (FEW - 1, 0), (FEW, FEW), (5 * USUAL_WINDOWS, USUAL_WINDOWS)])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from can_train.errors import ConfigError
-from can_train_tasks.can.contributions import CHANGE, IDENTITY, PERIOD, PROPERTIES, SILENCE
+from can_train_tasks.can.contributions import IDENTITY, JUMPS, PERIOD, PROPERTIES, SILENCE
 from can_train_tasks.can.data.behaviour import WORDS
 from can_train_tasks.can.data.graphs import Frames, GraphBuilder, Split
 from can_train_tasks.can.evaluation.rules import (
@@ -77,7 +77,7 @@ def test_the_id_that_is_silent_is_named(bus):
     raised = RaisedScores(rules=rules, scale=RuleScale(threshold=1.0, decade=0.5))
     added = raised.contributions(flat, np.array([row]))
     assert np.flatnonzero(added.any(axis=1)).tolist() == np.flatnonzero(ids == SILENCED).tolist()
-    assert [PROPERTIES[column] for column in _RULE_COLUMNS] == [SILENCE, PERIOD, IDENTITY, CHANGE]
+    assert [PROPERTIES[column] for column in _RULE_COLUMNS] == [SILENCE, PERIOD, IDENTITY, *JUMPS]
 
 
 def test_windows_together_and_one_by_one_have_equal_rarities(bus):
@@ -188,6 +188,9 @@ def test_a_value_that_a_forger_takes_over_and_leaves_jumps_and_its_id_is_named(t
     at_edges = [(times > edge) & (times < edge + 3 * WINDOW * 0.01) for edge in (6.0, 8.0)]
     assert all(edge.any() for edge in at_edges)
     assert np.logical_or(*at_edges).all()
+    raised = RaisedScores(rules=rules, scale=RuleScale(threshold=1.0, decade=0.5))
+    named = np.flatnonzero(raised.contributions(drive, np.arange(len(drive))).any(axis=0))
+    assert [PROPERTIES[_RULE_COLUMNS[column]] for column in named] == ["jump_2-3"]
 
 
 def test_a_drive_like_those_of_training_has_no_jump(tmp_path):
