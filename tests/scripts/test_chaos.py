@@ -27,9 +27,13 @@ def test_a_minute_of_attacks_finds_nothing(repository: Path) -> None:
     assert len(done.stdout.splitlines()) == len(ATTACKS)
 
 
-def attacked(case: Any, tmp_path: Path, *, count: int = 6, progress: Progress | None = None) -> Progress:
+def attacked(
+    case: Any, tmp_path: Path, *, count: int = 6, progress: Progress | None = None, most_mib: float = float("inf")
+) -> Progress:
+    """Runs a small attack, by default with any memory: its processes have all that earlier tests left in this one."""
     progress = progress or Progress()
-    attack = Attack("small", "", case, count, count, hang_s=2.0 if case is three_never_ends else 60.0)
+    hang_s = 1.0 if case is three_never_ends else 60.0
+    attack = Attack("small", "", case, count, count, hang_s=hang_s, most_mib=most_mib)
     for _ in run_attack(attack, 0, tmp_path, progress, Bounds(count, float("inf"))):
         pass
     return progress
@@ -62,7 +66,7 @@ def test_every_case_is_done_once_and_failures_have_their_numbers(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("case", "wrong"), [(three_ends_its_process, "exit code 6"), (three_never_ends, "still at work after 2 s")]
+    ("case", "wrong"), [(three_ends_its_process, "exit code 6"), (three_never_ends, "still at work after 1 s")]
 )
 def test_a_case_that_ends_its_process_or_hangs_is_a_failure_and_the_others_are_done(
     case: Any, wrong: str, tmp_path: Path
@@ -71,6 +75,12 @@ def test_a_case_that_ends_its_process_or_hangs_is_a_failure_and_the_others_are_d
     ((number, failure),) = progress.failures
     assert (progress.done, number) == (6, 3)
     assert wrong in failure
+
+
+def test_a_case_of_too_much_memory_is_a_failure(tmp_path: Path) -> None:
+    progress = attacked(odd_is_wrong, tmp_path, count=2, most_mib=1.0)
+    assert progress.done == 2
+    assert [number for number, failure in progress.failures if "MiB of memory" in failure] == [0]
 
 
 def test_an_attack_may_have_fewer_cases_than_were_asked_for(tmp_path: Path) -> None:
