@@ -1,5 +1,6 @@
 import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,33 @@ def test_how_an_attempt_ended_is_recorded(tmp_path: Path, error: BaseException, 
     with pytest.raises(type(error)), recording_observation(session):
         raise error
     assert [observed.outcome for observed in read_records(tmp_path / "state").finished] == [outcome]
+
+
+@pytest.mark.parametrize("shards_fit", [True, False])
+def test_an_attempt_that_ran_out_of_memory_was_rescued_only_where_shards_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, shards_fit: bool
+) -> None:
+    parts = line_parts(tmp_path, batch_size=20)
+    sessions: list[Session] = []
+
+    def plan(*given: Any, as_shards: bool = False) -> Session:
+        if as_shards and not shards_fit:
+            raise DoesNotFitError("Shards do not fit", value="3 MiB", remedy="Take a larger device")
+        return make_session(*given)
+
+    def run_out_at_first(session: Session) -> None:
+        sessions.append(session)
+        if len(sessions) == 1:
+            session.may_go_on_as_shards = True
+            raise DoesNotFitError("Memory ran out", value="point 3", remedy="Take a larger device")
+
+    for name, step in (("make_session", plan), ("train", run_out_at_first), ("_result", lambda _: {"judgement": {}})):
+        monkeypatch.setattr(training_loop, name, step)
+    ends = nullcontext() if shards_fit else pytest.raises(DoesNotFitError, match="point 3, also with --fit shard")
+    with ends:
+        training_loop._attempt_result(parts, factor_rule(parts.run, parts.meter.key, parts.reporter))
+    observed = read_records(tmp_path / "state").finished
+    assert [one.outcome for one in observed] == (["rescued", "ok"] if shards_fit else ["oom"])
 
 
 def test_a_state_folder_that_cannot_be_written_stops_no_training(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from can_train.config.resolved import ResolvedRun
 from can_train.config.settings import TrainingSettings
 from can_train.errors import CheckpointError, FailedRunError, first_sentence
+from can_train.factors.observations import Outcome as AttemptOutcome
 from can_train.fit.compiled import CompiledModel, compiles_on
 from can_train.fit.engine import Engine
 from can_train.fit.epochs import Epochs, order_by_epoch, packed_rows, size_of_epochs
@@ -261,7 +262,8 @@ class Session(Parts):
         ooms_elsewhere: Out-of-memories that other ranks survived, once training has ended.
         data: The task's data on the device.
         is_thawed: Whether other parameters are trained than at first, by other plans than those in the run folder.
-        goes_on_as_shards: Whether memory ran out on the last rung, and the run goes on from its checkpoint as shards.
+        may_go_on_as_shards: Whether memory ran out on the last rung, and shards of the model may fit.
+        record_end: Writes the outcome of an attempt that may go on as shards, once it is known whether shards fit.
     """
 
     planners: Planners
@@ -279,7 +281,8 @@ class Session(Parts):
     ooms_elsewhere: int = 0
     leak_watch: LeakWatch = field(default_factory=LeakWatch)
     is_thawed: bool = False
-    goes_on_as_shards: bool = False
+    may_go_on_as_shards: bool = False
+    record_end: Callable[[AttemptOutcome], None] = field(default=lambda outcome: None)
 
     def __post_init__(self, plans: Sequence[RunPlan], steps_done: int) -> None:
         training, task, measured = self.training, self.task, self.run.monitor

@@ -355,11 +355,12 @@ def _attempt_result(parts: Parts, rule: FactorRule) -> dict[str, Any] | None:
     """
     session = make_session(parts, rule)
     try:
-        return _trained_and_judged(session)
+        return _trained_and_judged(session, may_go_on=True)
     except (DoesNotFitError, RankFailedError) as error:
-        if not session.goes_on_as_shards:
+        if not session.may_go_on_as_shards:
             raise
         failed = error
+    record_end, ended = session.record_end, _outcome_of_attempt(failed)
     ranks = parts.ranks.size
     text = f"step {session.progress.step}: memory ran out on the last rung; the run goes on from its checkpoint with"
     parts.reporter.notice(f"{text} weights, gradients and optimizer state as shards on {ranks} ranks")
@@ -371,16 +372,18 @@ def _attempt_result(parts: Parts, rule: FactorRule) -> dict[str, Any] | None:
     try:
         session = make_session(parts, rule, as_shards=True)
     except (DoesNotFitError, RankFailedError) as error:
+        record_end(ended)
         if not isinstance(error, DoesNotFitError) and not error.did_not_fit:
             raise
         failed.value = f"{failed.value}, also with --fit shard"
         raise failed from error
+    record_end("rescued" if ended == "oom" else "ok")
     return _trained_and_judged(session)
 
 
-def _trained_and_judged(session: Session) -> dict[str, Any] | None:
+def _trained_and_judged(session: Session, *, may_go_on: bool = False) -> dict[str, Any] | None:
     # Writes the observation, which later runs learn from, when the block is left.
-    with recording_observation(session):
+    with recording_observation(session, may_go_on=may_go_on):
         train(session)
         # Only rank 0 judges; the others end here and free their devices.
         session.ranks.close()
@@ -677,7 +680,7 @@ def take_step(session: Session, rows: Rows, *, ends_epoch: bool) -> None:
                 engine.optimization.set_trainable(flags)
             snapshot.restore()
             session.save()
-            session.goes_on_as_shards = session.shards is None and may_climb_to_shards(session)
+            session.may_go_on_as_shards = session.shards is None and may_climb_to_shards(session)
         raise
     if session.average is not None:
         session.average.after_step(progress.step + 1)
@@ -1081,9 +1084,13 @@ def _outcome(task: BatchTask, folder: RunFolder, result: Mapping[str, Any]) -> O
 
 
 @contextmanager
-def recording_observation(session: Session) -> Iterator[None]:
+def recording_observation(session: Session, *, may_go_on: bool = False) -> Iterator[None]:
     """Records the block as an attempt, for later runs to learn from: that it began, how it ended and how much memory it
     took. An out-of-memory leaves the block as `DoesNotFitError`.
+
+    Args:
+        session: The session of the attempt.
+        may_go_on: Whether the caller records the end (`Session.record_end`) of an attempt that may go on as shards.
     """
     store = store_of(session.run)
     # The batcher of a resumed run also counts earlier attempts'.
@@ -1095,9 +1102,7 @@ def recording_observation(session: Session) -> Iterator[None]:
             yield
         outcome = "rescued" if session.ooms_rescued > ooms_before else "ok"
     except BaseException as error:
-        outcome = "interrupted" if isinstance(error, RankFailedError) else outcome_of(error)
-        if session.goes_on_as_shards:
-            outcome = "rescued" if outcome == "oom" else "ok"
+        outcome = _outcome_of_attempt(error)
         if isinstance(error, CanTrainError):
             error.exit_code = RUN_FAILED
         raise
@@ -1107,12 +1112,29 @@ def recording_observation(session: Session) -> Iterator[None]:
             session.steps.flush()
         if session.training.use_adaptive_batch_size_factor:
             ooms = session.ooms_rescued - ooms_before
-            is_written = write_observation(
-                store, lambda end_time: _observation(session, begun, outcome, ooms, end_time), session.reporter.notice
-            )
-            # The observation says the same: else half of the files that are listed for years would say nothing.
-            if is_written and started is not None:
-                started.unlink(missing_ok=True)
+            observation = _observation(session, begun, outcome, ooms)
+            session.record_end = partial(_record_end, store, observation, started, session.reporter.notice)
+            if not (may_go_on and session.may_go_on_as_shards):
+                session.record_end(outcome)
+
+
+def _outcome_of_attempt(error: BaseException) -> AttemptOutcome:
+    return "interrupted" if isinstance(error, RankFailedError) else outcome_of(error)
+
+
+def _record_end(
+    store: FactorStore,
+    observation: Observation,
+    started: Path | None,
+    notice: Callable[[str], object],
+    outcome: AttemptOutcome,
+) -> None:
+    is_written = write_observation(
+        store, lambda end_time: replace(observation, outcome=outcome, end_time=end_time), notice
+    )
+    # The observation says the same: else half of the files that are listed for years would say nothing.
+    if is_written and started is not None:
+        started.unlink(missing_ok=True)
 
 
 def _record_begin(session: Session, store: FactorStore) -> tuple[AttemptRecord, Path | None]:
@@ -1138,13 +1160,12 @@ def _fatal_in_step(session: Session) -> DoesNotFitError:
     )
 
 
-def _observation(
-    session: Session, begun: AttemptRecord, outcome: AttemptOutcome, ooms: int, end_time: str
-) -> Observation:
+def _observation(session: Session, begun: AttemptRecord, outcome: AttemptOutcome, ooms: int) -> Observation:
+    """Returns what the attempt teaches, without its end time."""
     run, fullest = session.run, session.fullest
     planned = PlannedMemory.of_plan(fullest.run_plan, _found_limits(session))
     engines = [fullest, *(engine for engine in session.engines if engine is not fullest)]
-    return make_observation(begun, engines, planned, outcome, ooms, end_time=end_time, size=run.size,
+    return make_observation(begun, engines, planned, outcome, ooms, end_time=begun.start_time, size=run.size,
                             fingerprint=memory_fingerprint(run), times=_times(session),
                             policy={"name": run.factor.policy, "options": policy_options(run)})  # fmt: skip
 
