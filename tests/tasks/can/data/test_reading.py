@@ -20,7 +20,7 @@ from can_train_tasks.can.settings import FORMATS, CanDatasetSettings, ColumnSett
 from fakes.tasks_can_writers import COMPRESSORS, WRITERS, Message, Writer, car_hacking, write_log
 
 AUTO = CanDatasetSettings()
-EXAMPLES_PER_FORMAT = 25
+EXAMPLES_PER_FORMAT = 8
 FD_LENGTHS = (12, 16, 20, 24, 32, 48, 64)
 BLOCK_BYTES = st.sampled_from([1, 30, 200, 1 << 20])
 UNPACKED_ONLY = ("sqlite",)  # formats that are not read where they are compressed
