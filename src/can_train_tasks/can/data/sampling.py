@@ -9,7 +9,8 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ from can_train_tasks.can.data.graphs import FlatGraphs, GraphBuilder, GraphWrite
 from can_train_tasks.can.data.layout import LOG, TEST, LogFile, find_logs
 from can_train_tasks.can.data.log_text import COMPRESSIONS
 from can_train_tasks.can.data.reading import LogReader, LogSample, decide_bases
-from can_train_tasks.can.settings import CanDatasetSettings
+from can_train_tasks.can.settings import CanDatasetSettings, SyntheticSettings
 from can_train_tasks.can.synthetic.writing import synthetic_folder_name, write_synthetic
 
 # Training logs with a total size up to this one are read completely: at 60 MB/s, in less than half a second.
@@ -63,12 +64,7 @@ def sample_data(dataset: CanDatasetSettings, data_root: Path, cache_dir: Path, r
 def _simulate_shorter(dataset: CanDatasetSettings, reporter: Reporter) -> CanData:
     wanted_s = dataset.synthetic.drive_s
     short = replace(dataset.synthetic, seconds=min(wanted_s, SYNTHETIC_SECONDS))
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / synthetic_folder_name(short)
-        write_synthetic(folder, short, reporter)
-        logs = [log for log in find_logs(replace(dataset, path=str(folder)), folder) if log.role != TEST]
-        # Silent: a notice about these short drives need not be true for the drives of the training.
-        data = _prepare_in_memory(dataset, logs, SilentReporter())
+    data = _simulated(_Drives(repr(replace(dataset, synthetic=short)), dataset, short, reporter))
     if short.drive_s == wanted_s:
         return data
     sampled = len(data.split.train)
@@ -78,6 +74,27 @@ def _simulate_shorter(dataset: CanDatasetSettings, reporter: Reporter) -> CanDat
         f"{windows:,}"
     )
     return replace(data, sample=DataSample(train_windows=windows, every_log=True, note=note))
+
+
+@dataclass(frozen=True)
+class _Drives:
+    """Simulated drives, which are the same where `text` is."""
+
+    text: str  # all settings
+    dataset: CanDatasetSettings = field(compare=False)
+    short: SyntheticSettings = field(compare=False)
+    reporter: Reporter = field(compare=False)
+
+
+# A process may plan many runs on one data set: those of a sweep, or a run and then its changes.
+@lru_cache(maxsize=1)
+def _simulated(drives: _Drives) -> CanData:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / synthetic_folder_name(drives.short)
+        write_synthetic(folder, drives.short, drives.reporter)
+        logs = [log for log in find_logs(replace(drives.dataset, path=str(folder)), folder) if log.role != TEST]
+        # Silent: a notice about these short drives need not be true for the drives of the training.
+        return _prepare_in_memory(drives.dataset, logs, SilentReporter())
 
 
 def _prepare_in_memory(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter: Reporter) -> CanData:
@@ -185,4 +202,6 @@ def _copy_to_memory(flat: FlatGraphs) -> FlatGraphs:
     # The arrays are copied: the files are deleted, and a network file system may not keep deleted, mapped files.
     names = (field.name for field in fields(FlatGraphs) if isinstance(getattr(flat, field.name), np.ndarray))
     copies: dict[str, Any] = {name: getattr(flat, name).copy() for name in names}
+    for copy in copies.values():
+        copy.flags.writeable = False  # as mapped files are: several tasks may share them
     return replace(flat, **copies)
