@@ -1,7 +1,9 @@
 """The parts of the peak of a run's training step, and the changes that shrink it."""
 
 import json
-from contextlib import nullcontext
+import os
+from contextlib import nullcontext, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +50,17 @@ def explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     return explain
 
 
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A line explained on the simulated GPU, for tests that only read it."""
+    printed = StringIO()
+    with redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CAN_TRAIN_CONFIG", os.devnull)
+        assert main((*SIMULATED, "--state-dir", str(tmp_path_factory.mktemp("simulated")), "--json")) == 0
+    found: dict[str, Any] = json.loads(printed.getvalue())
+    return found
+
+
 def check(found: dict[str, Any]) -> None:
     assert sum(part["num_bytes"] for part in found["parts"]) == found["peak_bytes"] == sum(found["kinds"].values())
     assert not {FIXED, GROWING} & found["kinds"].keys()
@@ -76,8 +89,8 @@ def test_the_parts_of_every_tasks_step_add_up(name: str, dispatched: None, tmp_p
     assert len({part.module for part in found.parts}) > 3
 
 
-def test_a_line_is_explained_on_the_simulated_gpu(explained: Any) -> None:
-    found = explained(*SIMULATED)
+def test_a_line_is_explained_on_the_simulated_gpu(simulated: dict[str, Any]) -> None:
+    found = simulated
     check(found)
     assert (found["device"], found["micro_batches"]) == ("sim-64mib", 1)
     assert any(part["module"].startswith("layers.") for part in found["parts"] if part["kind"] == SAVED)
@@ -87,8 +100,8 @@ def test_a_line_is_explained_on_the_simulated_gpu(explained: Any) -> None:
     assert not changes["--precision bf16"]["keeps_gradient"]
 
 
-def test_a_change_saves_as_much_as_the_step_takes_less_with_it(explained: Any) -> None:
-    plain, half = explained(*SIMULATED), explained(*SIMULATED, "--precision", "bf16")
+def test_a_change_saves_as_much_as_the_step_takes_less_with_it(explained: Any, simulated: dict[str, Any]) -> None:
+    plain, half = simulated, explained(*SIMULATED, "--precision", "bf16")
     (saving,) = (each for each in plain["savings"] if each["change"] == "--precision bf16")
     # Each plan packs samples of its own.
     per_sample = half["peak_bytes"] / half["samples"] * plain["samples"]
@@ -161,6 +174,13 @@ class Words(can_train.Task):
             losses = [loss(*pair) for pair in pairs]
         return {"word": (torch.stack(losses).sum(), float(len(target)))}
 """
+
+
+def words(folder: Path) -> Path:
+    """Writes the task."""
+    path = folder / "words.py"
+    path.write_text(WORDS)
+    return path
 
 
 def test_a_loss_in_chunks_saves_as_much_as_it_does_in_the_tasks_code(explained: Any, tmp_path: Path) -> None:
@@ -308,7 +328,9 @@ def test_the_step_of_a_run_on_a_gpu_is_recorded_in_another_process(dispatched: N
     assert explain_attempt(untouched, folder, untouched, unknown) == []
 
 
-def test_parts_that_do_not_add_up_are_noticed(explained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_do_not_add_up_are_noticed(explained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = ("explain", "--task", f"{words(tmp_path)}:Words", "--batch-size", "8", "--device", "sim:512MiB")
+    check(explained(*line))
     monkeypatch.setattr(AllocationTrace, "_at_peak", lambda self, settings: iter(()))
     with pytest.raises(AssertionError):
-        check(explained(*SIMULATED))
+        check(explained(*line))
