@@ -1,6 +1,7 @@
 """The package's source files, parsed, for the guards to look at."""
 
 import ast
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,10 +27,12 @@ def parse(path: str, text: str, package: str = "can_train") -> Source:
     return Source(path, text, ast.parse(text), package)
 
 
-def package_sources(folder: Path = PACKAGE) -> list[Source]:
-    """Parses the launcher's files, or those of the tasks that come with it."""
+@cache
+def package_sources(folder: Path = PACKAGE) -> tuple[Source, ...]:
+    """Parses the launcher's files, or those of the tasks that come with it, once in a process."""
     files = sorted(folder.rglob("*.py"))
-    return [parse(file.relative_to(folder).as_posix(), file.read_text(encoding="utf-8"), folder.name) for file in files]
+    texts = ((file.relative_to(folder).as_posix(), file.read_text(encoding="utf-8")) for file in files)
+    return tuple(parse(path, text, folder.name) for path, text in texts)
 
 
 def imported_modules(source: Source) -> set[str]:

@@ -21,7 +21,7 @@ SMALL_WITH_ONE_IMPORTER: dict[str, str] = {}
 """Modules with fewer lines than SMALL_LINES that a single module imports, each with the reason why it stands alone."""
 
 
-def houses() -> dict[str, list[Source]]:
+def houses() -> dict[str, Sequence[Source]]:
     """The launcher's files, and each task's, which are read apart."""
     tasks = defaultdict(list)
     for source in package_sources(TASKS):

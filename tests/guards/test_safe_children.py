@@ -46,10 +46,10 @@ def unsafe_commands(source: Source) -> list[str]:
     unsafe = []
     for node in without_docstrings(source.tree):
         if isinstance(node, ast.List | ast.Tuple) and len(node.elts) > 1 and isinstance(node.ctx, ast.Load):
-            words = [ast.unparse(word) for word in node.elts]
+            words = [ast.unparse(word) for word in node.elts[:3]]
             is_option = words[1].startswith(("'-", "*"))
             if INTERPRETER.fullmatch(words[0]) and is_option and words[1].strip("'") not in SAFE:
-                unsafe += [", ".join(words[:3])]
+                unsafe += [", ".join(words)]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and SHELL.search(node.value):
             unsafe.append(node.value)
     return [command for command in unsafe if command not in BY_PATH.get(source.path, [])]
