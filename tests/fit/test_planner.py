@@ -27,28 +27,31 @@ from can_train.training.train import make_session
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts, line_run
 
 MIB = 2**20
+UNIT = MIB // 8
+"""Memory of the smallest sample: as little as still hides what the model takes."""
 FACTOR = fixed(0.5)
 
 
 class UnevenMemoryBatch(LineBatch):
-    """Takes 1 MiB of activations for each unit of its samples' positions."""
+    """Takes so many bytes of activations for each unit of its samples' positions."""
 
-    def __init__(self, x: Tensor, units: NDArray[np.float64]) -> None:
+    def __init__(self, x: Tensor, units: NDArray[np.float64], unit: int) -> None:
         super().__init__(x, 10**9)
-        self._units = units
+        self._units, self._unit = units, unit
 
     def losses(self, model: nn.Module, start: int, stop: int) -> Any:
-        held = torch.ones(int(self._units[start:stop].sum()) * MIB // 4, requires_grad=True)
+        held = torch.ones(int(self._units[start:stop].sum()) * self._unit // 4, requires_grad=True)
         terms = super().losses(model, start, stop)
         total, denominator = terms["error"]
         return {"error": (total + 0 * held.square().sum(), denominator)}
 
 
 class UnevenMemoryTask(LineTask):
-    """Points of which number r takes 1 + r % 5 MiB, or more where it says so."""
+    """Points of which number r takes 1 + r % 5 units of memory, or more where it says so."""
 
-    def __init__(self, *, largest: int = 5) -> None:
+    def __init__(self, *, largest: int = 5, unit: int = UNIT) -> None:
         super().__init__()
+        self._unit = unit
         self.memory_features = (Feature("units"),)
         self._units = 1.0 + np.arange(SAMPLES + 10) % 5
         self._units[7] = largest
@@ -61,12 +64,12 @@ class UnevenMemoryTask(LineTask):
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
     ) -> UnevenMemoryBatch:
         self.asked.append(rows.tolist())
-        return UnevenMemoryBatch(self._x[rows].to(device, dtype), self._units[rows])
+        return UnevenMemoryBatch(self._x[rows].to(device, dtype), self._units[rows], self._unit)
 
 
-def planned(folder: Path, task: LineTask, capacity_mib: float, **training: Any) -> tuple[RunPlan, Notices]:
+def planned(folder: Path, task: LineTask, capacity_units: float, **training: Any) -> tuple[RunPlan, Notices]:
     meter, reporter = CpuMeter(), Notices()
-    meter.capacity_bytes = int(capacity_mib * MIB)
+    meter.capacity_bytes = int(capacity_units * UNIT)
     run = line_run(folder, **training)
     planner = Planner(run=run, task=task, model=task.build_model(), meter=meter, reporter=reporter)
     return planner.make(FACTOR), reporter
@@ -77,8 +80,8 @@ def test_the_law_of_the_memory_is_found_and_the_limit_tried(tmp_path: Path) -> N
     assert plan.limits is not None
     training = plan.limits.training
     # At the end of the backward pass: a unit itself, its gradient, and two factors of the square's.
-    assert training.model.coefficients[0] == pytest.approx(4 * MIB, rel=1e-3)
-    assert 0.9 * 100 * MIB <= training.peak_bytes(training.tuned_limit) <= 100 * MIB
+    assert training.model.coefficients[0] == pytest.approx(4 * UNIT, rel=1e-3)
+    assert 0.9 * 100 * UNIT <= training.peak_bytes(training.tuned_limit) <= 100 * UNIT
     assert training.trials <= 6
     assert training.measured_ratio == pytest.approx(1.0, abs=0.01)
 
@@ -138,7 +141,7 @@ def test_a_plan_that_needs_no_limit_tries_nothing_but_the_batch_dependence(
 
 def test_oversize_samples_are_named_with_need_and_cards(tmp_path: Path) -> None:
     with pytest.raises(
-        DoesNotFitError, match=r"1 of 60 do not: point 7; they need .* of 100 MiB\.\n.*--oversize skip.*cards"
+        DoesNotFitError, match=r"1 of 60 do not: point 7; they need .* of 12\.5 MiB\.\n.*--oversize skip.*cards"
     ):
         planned(tmp_path, UnevenMemoryTask(largest=64), 100)
 
@@ -146,7 +149,10 @@ def test_oversize_samples_are_named_with_need_and_cards(tmp_path: Path) -> None:
 def test_of_the_first_samples_that_stand_for_a_stream_those_that_do_not_fit_are_named_once(tmp_path: Path) -> None:
     task = UnevenMemoryTask(largest=64)
     task.in_order, task.train_rows = True, np.resize(task.train_rows, 3 * len(task.train_rows))
-    with pytest.raises(DoesNotFitError, match=r"1 of 60 do not: point 7;[^.]*\.\nLeave them out in the str"):
+    with pytest.raises(
+        DoesNotFitError,
+        match=r"1 of 60 do not: point 7; they need up to 32\.0 MiB of 12\.5 MiB\.\nLeave them out in the str",
+    ):
         planned(tmp_path, task, 100, find_batch_size="max")
 
 
@@ -209,7 +215,7 @@ def test_exploring_leaves_model_gradients_and_generators_as_they_were(tmp_path: 
         parameter.grad = torch.ones_like(parameter)
     state = torch.get_rng_state()
     meter = CpuMeter()
-    meter.capacity_bytes = 100 * MIB
+    meter.capacity_bytes = 100 * UNIT
     Planner(run=line_run(tmp_path), task=task, model=model, meter=meter, reporter=Notices()).make(fixed(0.5))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -252,10 +258,10 @@ def test_the_plan_of_the_first_attempt_is_kept(tmp_path: Path) -> None:
 
 def test_on_another_device_the_batch_is_kept_and_cut_anew(tmp_path: Path) -> None:
     parts = line_parts(tmp_path, UnevenMemoryTask(), batch_size=40)
-    parts.meter.capacity_bytes = 1000 * MIB
+    parts.meter.capacity_bytes = 1000 * UNIT
     first = make_session(parts, FACTOR).engine.run_plan
     smaller = line_parts(tmp_path, UnevenMemoryTask(), batch_size=40)
-    smaller.meter.capacity_bytes = 100 * MIB
+    smaller.meter.capacity_bytes = 100 * UNIT
     assert not still_fits(first, smaller.meter)
     again = make_session(smaller, FACTOR).engine.run_plan
     assert again.phase_plan.logical_batch == first.phase_plan.logical_batch == 40
@@ -281,7 +287,7 @@ def test_a_floor_above_what_fits_is_warned_of(tmp_path: Path) -> None:
     plan, _ = planned(tmp_path, UnevenMemoryTask(), 100, batch_size=60, min_micro_batch_size=20)
     (notice,) = too_large(plan)
     assert notice.startswith("min_micro_batch_size=20 forbids micro-batches that fit: one of 20 samples")
-    assert notice.endswith("(100 MiB usable); the run will fail for lack of memory")
+    assert notice.endswith("(12.5 MiB usable); the run will fail for lack of memory")
     assert too_large(planned(tmp_path, UnevenMemoryTask(), 1000, batch_size=60, min_micro_batch_size=20)[0]) == []
 
 
@@ -295,7 +301,7 @@ def test_a_floor_above_what_fits_is_warned_of(tmp_path: Path) -> None:
     ],
 )
 def test_a_fixed_micro_batch_above_what_fits_is_warned_of(tmp_path: Path, training: Any, ends: str | None) -> None:
-    meter, task = open_meter("sim:100MiB"), UnevenMemoryTask()
+    meter, task = open_meter("sim:100MiB"), UnevenMemoryTask(unit=MIB)
     run = line_run(tmp_path, **{"batch_size": 60, "micro_batch_size": 20} | training)
     with meter.active():
         model = task.build_model()
@@ -308,7 +314,7 @@ def test_a_fixed_micro_batch_above_what_fits_is_warned_of(tmp_path: Path, traini
 
 def test_samples_that_were_skipped_stay_skipped_when_a_run_is_planned_again(tmp_path: Path) -> None:
     meter, task = CpuMeter(), UnevenMemoryTask(largest=64)
-    meter.capacity_bytes = 100 * MIB
+    meter.capacity_bytes = 100 * UNIT
     run = line_run(tmp_path, oversize="skip", batch_size=20)
     planner = Planner(run=run, task=task, model=task.build_model(), meter=meter, reporter=Notices())
     plan = planner.make(FACTOR)
@@ -343,12 +349,12 @@ class TimedMeter(CpuMeter):
 
 
 def timed_plan(
-    folder: Path, seconds: float, a_batch: float = 0.0, *, capacity_mib: int = 250, **options: Any
+    folder: Path, seconds: float, a_batch: float = 0.0, *, capacity_units: int = 250, **options: Any
 ) -> tuple[RunPlan, float]:
     """Plans a task; returns the plan and how long exploring took by the task's clock."""
     task = TimedTask(seconds, a_batch)
     meter = TimedMeter(task)
-    meter.capacity_bytes = capacity_mib * MIB
+    meter.capacity_bytes = capacity_units * UNIT
     run = line_run(folder, batch_size=60)
     made = Planner(run=run, task=task, model=task.build_model(), meter=meter, reporter=Notices(), **options)
     _ = made.batch_dependence
@@ -371,8 +377,8 @@ def test_a_search_ends_in_time_and_says_what_it_did_not_try(tmp_path: Path) -> N
 
 
 def test_larger_batches_that_take_no_longer_are_tried_in_the_end(tmp_path: Path) -> None:
-    unlimited, _ = timed_plan(tmp_path / "a", 0.0, 1.05, capacity_mib=800, search_seconds=np.inf)
-    plan, _ = timed_plan(tmp_path / "b", 0.0, 1.05, capacity_mib=800)
+    unlimited, _ = timed_plan(tmp_path / "a", 0.0, 1.05, capacity_units=800, search_seconds=np.inf)
+    plan, _ = timed_plan(tmp_path / "b", 0.0, 1.05, capacity_units=800)
     assert plan.limits is not None
     assert unlimited.limits is not None
     assert plan.limits.training.trials > unlimited.limits.training.trials
@@ -417,9 +423,9 @@ def known_from(plan: RunPlan, **changed: Any) -> FactorRule:
     return replace(FACTOR, earlier=replace(earlier, **changed))
 
 
-def hungry_planner(folder: Path, task: UnevenMemoryTask, *, capacity_mib: int = 300) -> Planner:
+def hungry_planner(folder: Path, task: UnevenMemoryTask, *, capacity_units: int = 300) -> Planner:
     meter = CpuMeter()
-    meter.capacity_bytes = capacity_mib * MIB
+    meter.capacity_bytes = capacity_units * UNIT
     run = line_run(folder, batch_size=60)
     return Planner(run=run, task=task, model=task.build_model(), meter=meter, reporter=Notices())
 
@@ -437,13 +443,13 @@ def test_the_limit_of_an_earlier_run_is_confirmed_by_one_trial_and_named(tmp_pat
 
 
 def test_a_limit_is_the_same_however_often_it_is_confirmed(tmp_path: Path) -> None:
-    first = hungry_planner(tmp_path, UnevenMemoryTask(), capacity_mib=150).make(FACTOR)
-    again = hungry_planner(tmp_path, UnevenMemoryTask(), capacity_mib=150).make(known_from(first))
+    first = hungry_planner(tmp_path, UnevenMemoryTask(), capacity_units=150).make(FACTOR)
+    again = hungry_planner(tmp_path, UnevenMemoryTask(), capacity_units=150).make(known_from(first))
     assert again.phase_plan == first.phase_plan
     assert (again.limits is not None, again.limits.training.confirmed) == (True, True)
 
 
-@pytest.mark.parametrize("changed", [{"capacity_bytes": 304 * MIB}, {"torch_version": "0.1"}, {"phases": {}}])
+@pytest.mark.parametrize("changed", [{"capacity_bytes": 304 * UNIT}, {"torch_version": "0.1"}, {"phases": {}}])
 def test_the_limit_of_a_run_elsewhere_is_searched_for_anew(tmp_path: Path, changed: Any) -> None:
     first = hungry_planner(tmp_path, UnevenMemoryTask()).make(FACTOR)
     assert hungry_planner(tmp_path, UnevenMemoryTask()).make(known_from(first, **changed)).limits == first.limits
@@ -453,7 +459,7 @@ def test_a_task_that_takes_other_memory_now_is_searched_anew(tmp_path: Path) -> 
     class Changed(UnevenMemoryTask):
         def build_model(self) -> nn.Module:
             model = super().build_model()
-            model.register_buffer("table", torch.zeros(4 * MIB // 4))
+            model.register_buffer("table", torch.zeros(4 * UNIT // 4))
             return model
 
     first = hungry_planner(tmp_path, UnevenMemoryTask()).make(FACTOR)

@@ -16,7 +16,7 @@ from fakes.killed_runs import finish_killed, only_run
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A small training of a task on simulated data, of 25 steps or more."""
+    """A small training of a task on simulated data, of 12 steps or more."""
 
     words: str
     gpu: str  # Too small for a logical batch; what is planned fits, since where memory runs out a process may differ
@@ -32,24 +32,24 @@ class Case:
 
 CASES = {
     "seq2seq": Case(
-        words="--task seq2seq --epochs 7 --batch-size 64",
+        words="--task seq2seq --epochs 3 --batch-size 64",
         gpu="sim:4MiB",
         settings=("dataset.synthetic.words=220", "model.hidden=24", "model.embedding=16", "model.dropout=0"),
-        killed_at=(10,),
+        killed_at=(5,),
     ),
     "transformer": Case(
-        words="--task seq2seq --model transformer --epochs 7 --batch-size 64",
+        words="--task seq2seq --model transformer --epochs 3 --batch-size 64",
         gpu="sim:3MiB",
         settings=("dataset.synthetic.words=220", "model.hidden=32", "model.embedding=16", "model.layers=1",
                   "model.heads=2", "model.dropout=0"),
-        killed_at=(10,),
+        killed_at=(5,),
     ),
     "bendr": Case(
-        words="--task bendr --epochs 9 --batch-size 16 --gradient-accumulation-steps 1",
+        words="--task bendr --epochs 5 --batch-size 16 --gradient-accumulation-steps 1",
         gpu="sim:2MiB",
         settings=("dataset.synthetic.seconds=40", "dataset.synthetic.recordings=2", "model.hidden=16",
                   "model.layers=1", "model.feedforward=32", "model.dropout=0"),
-        killed_at=(10,),
+        killed_at=(5,),
     ),
     # The encoder is frozen for three epochs, and thawed between the two ends.
     "tracknet": Case(
@@ -61,14 +61,14 @@ CASES = {
         killed_at=(5, 40),
     ),
     "muon": Case(
-        words="--task muon --epochs 10 --batch-size 32",
+        words="--task muon --epochs 4 --batch-size 32",
         gpu="sim:6MiB",
         settings=("dataset.synthetic.showers=120", "dataset.synthetic.muons_per_pev=100", "model.hidden=16"),
-        killed_at=(10,),
+        killed_at=(5,),
     ),
 }  # fmt: skip
 
-TOLERANCE = 1e-10  # of weights after 25 steps in float64
+TOLERANCE = 1e-10  # of weights after 12 steps in float64
 
 
 def place(folder: Path) -> list[str]:
@@ -91,7 +91,7 @@ def test_a_gpu_too_small_for_the_batch_ends_a_plain_training_and_not_this_one(ca
     split = trained(tmp_path / "split", *small)
     result = json.loads((split / "result.json").read_text())
     plans = [result["plan"], *result["plan"]["later"]]
-    assert result["steps"] >= 25
+    assert result["steps"] >= 12
     assert max(one["plan"]["most_parts"] for one in plans) > 1
     own, other = (final_state(run)["model"] for run in (split, whole))
     for weight in own:

@@ -52,9 +52,9 @@ def test_a_student_that_is_killed_ends_with_the_same_weights(
     tmp_path: Path, teachers: Path, model: str, way: str
 ) -> None:
     words = student(teachers, model, *placed(way), "--epochs", "2", "--checkpoint-every", "4", "--device", "cpu",
-                    "--batch-size", "8")  # fmt: skip
+                    "--batch-size", "32")  # fmt: skip
     finish(tmp_path / "whole", teachers / "state", *words)
-    finish_killed(tmp_path / "cut", teachers / "state", words, at=(4, 60))
+    finish_killed(tmp_path / "cut", teachers / "state", words, at=(4, 16))
     assert_ends_like(only_run(tmp_path / "cut"), only_run(tmp_path / "whole"))
 
 
