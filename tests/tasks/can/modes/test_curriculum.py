@@ -337,10 +337,10 @@ def curriculum_words(autoencoder: Path, *more: str) -> tuple[str, ...]:
 @pytest.mark.slow
 def test_a_curriculum_killed_in_any_epoch_ends_with_the_same_weights(tmp_path: Path, autoencoder: Path) -> None:
     state, whole, cut = autoencoder.parent.parent / "state", tmp_path / "whole", tmp_path / "cut"
-    words = curriculum_words(autoencoder, "--device", "cpu", "--batch-size", "12")
+    words = curriculum_words(autoencoder, "--device", "cpu", "--batch-size", "16")
     said = finish(whole, state, *words)
     assert "the ratio rises to that" in " ".join(said.split())
-    finish_killed(cut, state, words, at=(4, 16, 40))
+    finish_killed(cut, state, words, at=(4, 16, 32))
     assert_ends_like(only_run(cut), only_run(whole))
 
 
