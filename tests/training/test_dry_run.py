@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from torch import Tensor, nn
 
+from can_train.config.compose import RunRequest, resolve
 from can_train.errors import ConfigError
 from can_train.memory.catalogue import ROCM_CAVEAT, UNKNOWN_CAVEAT, UsableMemory, find_card, other_card, usable
 from can_train.reporter import SilentReporter
 from can_train.training.dry_run import CardPlan, find_targets, plans_of_sample
+from can_train.training.loading import sample_task
 from fakes.line_fit import LineTask, Notices, line_run
 
 TARGETS = [usable(find_card(name)) for name in ("v100-16gb", "h100-80gb")]
@@ -124,3 +126,12 @@ def test_planning_leaves_the_task_as_it_was(tmp_path: Path) -> None:
 def test_what_is_not_known_of_a_gpu_is_said_in_its_plan(target: UsableMemory, warnings: list[str]) -> None:
     plan = CardPlan(target=target, plan=None, error=None, num_samples=1, sample_note="")
     assert plan.warnings == warnings
+
+
+def test_drives_are_simulated_anew_for_other_settings_only(tmp_path: Path) -> None:
+    counts = []
+    for window in (100, 50, 50):
+        values = {"dataset.window": window, "paths.state_dir": str(tmp_path)}
+        run = resolve(RunRequest(model="gat", dataset="synthetic", values=values))
+        counts.append(len(sample_task(run, SilentReporter()).train_rows))
+    assert counts[0] < counts[1] == counts[2]
