@@ -49,6 +49,7 @@ class Command:
         folder: Where it works; the current folder by default.
         variables: Its environment; that of this process by default.
         streams: Descriptors of its standard input, output and error, where they are not to be read at its end.
+        entry: What is called in place of `can-train`, a function of a module below `fakes`.
     """
 
     def __init__(
@@ -57,11 +58,12 @@ class Command:
         folder: Path | None = None,
         variables: dict[str, str] | None = None,
         streams: dict[int, int] | None = None,
+        entry: Callable[[], None] = run,
     ) -> None:
         self._streams = TemporaryDirectory(prefix="can-train-streams-")
         given = {number: _Descriptor(descriptor) for number, descriptor in (streams or {}).items()}
         place = (self._streams.name, given, folder or Path.cwd(), dict(variables or os.environ))
-        self._process = quick_context().Process(target=_run, args=(words, *place))
+        self._process = quick_context().Process(target=_run, args=(entry, words, *place))
         self._process.start()
 
     def __enter__(self) -> "Command":
@@ -74,6 +76,11 @@ class Command:
         self._streams.cleanup()
 
     @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
     def is_alive(self) -> bool:
         return self._process.is_alive()
 
@@ -84,8 +91,7 @@ class Command:
         return self._process.exitcode
 
     def send_signal(self, number: signal.Signals) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     def kill(self) -> None:
         self._process.kill()
@@ -118,7 +124,18 @@ def _duplicate(received: Any) -> int:
     return int(received.detach())
 
 
-def _run(words: tuple[str, ...], streams: str, given: dict[int, int], folder: Path, variables: dict[str, str]) -> None:
+def run_job() -> None:
+    """Does what the script of a job does: goes on with the run whose folder is the only word."""
+    from can_train.cli.train import continue_in_job
+    from can_train.slurm.job import Job
+
+    Job(continue_in_job, sys.argv[1])()
+
+
+def _run(
+    entry: Callable[[], None], words: tuple[str, ...], streams: str, given: dict[int, int], folder: Path,
+    variables: dict[str, str],
+) -> None:  # fmt: skip
     keep_imports()
     for number, name in ((1, "stdout"), (2, "stderr")):
         if number not in given:
@@ -136,4 +153,4 @@ def _run(words: tuple[str, ...], streams: str, given: dict[int, int], folder: Pa
     os.environ.update(variables)
     os.chdir(folder)
     sys.argv = ["can-train", *words]
-    run()
+    entry()

@@ -21,20 +21,14 @@ from can_train.runs.attempts import Attempts, SlurmContext
 from can_train.runs.run_folder import RunFolder, make_run, read_holder, try_lock, wait_for_lock, write_holder
 from fakes.bitwise import assert_ends_like
 from fakes.own_tasks import CLASSIFIER, write_task
+from fakes.processes import TIMEOUT_S, Command, run_job
 from fakes.run_facts import CLUSTER, slurm_job
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT_S = 300
 SETTINGS = {"training.epochs": 2, "training.checkpoint_every": 4, "training.min_steps_per_epoch": 12,
             "training.micro_batch_size": 8}  # fmt: skip
 STEPS = 24
-JOB = """\
-import sys
-from can_train.cli.train import continue_in_job
-from can_train.slurm.job import Job
-Job(continue_in_job, sys.argv[1])()
-"""
 GATED = CLASSIFIER.replace("points, labels = batch", "points, labels = wait_at_gate(batch)", 1).replace(
     "from helpers import WIDTH",
     """from helpers import WIDTH
@@ -64,21 +58,24 @@ class Process:
             "SLURM_RESTART_COUNT": str(restarts),
         }
         with self._log_path.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", JOB, str(folder.path)], env={**os.environ, **job}, stdout=log, stderr=log
-            )
+            streams = {1: log.fileno(), 2: log.fileno()}
+            self.process = Command(str(folder.path), variables={**os.environ, **job}, streams=streams, entry=run_job)
 
     @property
     def log(self) -> str:
         return self._log_path.read_text()
 
+    def close(self) -> None:
+        with self.process:
+            pass
+
     def wait(self) -> int:
-        return self.process.wait(TIMEOUT_S)
+        return self.process.wait()
 
     def wait_for(self, condition: Callable[[], Any]) -> None:
         until = time.monotonic() + TIMEOUT_S
         while not condition():
-            assert self.process.poll() is None, self.log
+            assert self.process.is_alive, self.log
             assert time.monotonic() < until, "what was waited for did not happen"
             time.sleep(0.01)
 
@@ -120,8 +117,7 @@ def start(folder: RunFolder) -> Iterator[Start]:
 
     yield process
     for one in begun:
-        one.process.kill()
-        one.process.wait()
+        one.close()
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +125,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, state: Path) -> Path:
     folder = make_folder(tmp_path_factory.mktemp("alone"), state)
     open_gate(folder)
     alone = Process(folder, 0)
-    assert alone.wait() == 0, alone.log
+    with alone.process:
+        assert alone.wait() == 0, alone.log
     return alone.folder.path
 
 
