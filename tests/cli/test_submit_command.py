@@ -565,7 +565,8 @@ def hanging_sbatch(slurm: Path, monkeypatch: pytest.MonkeyPatch, *, taken: str, 
     monkeypatch.setattr("can_train.slurm.submit.SUBMIT_TIMEOUT_S", 0.5)
     partitions = (slurm / "bin" / "scontrol").read_text().splitlines()[1]
     scripts = {
-        "sbatch": f'echo "$1" > {slurm}/script; cat "$1" >> {slurm}/sent; exec /bin/sleep 60',
+        "sbatch": f"""case $* in *--help) exit 1;; esac
+            echo "$1" > {slurm}/script; cat "$1" >> {slurm}/sent; exec /bin/sleep 60""",
         "scontrol": f"""test "$2" = job || {{ {partitions}; exit; }}
             read -r script < {slurm}/script; echo "JobId=$4 Command=x StdOut={taken}/$4_0_log.out" """,
         "squeue": f"""case $* in *%F*) while read -r line; do
