@@ -133,7 +133,7 @@ def test_a_trial_whose_loss_is_not_finite_leaves_the_search_going(own: tuple[str
 
 
 def test_a_search_that_was_killed_goes_on_with_the_values_of_its_trial(own: tuple[str, ...], tmp_path: Path) -> None:
-    line = (*own, *AXES, "--trials", "2", "--no-asha", "--epochs", "400", "--checkpoint-every", "5")
+    line = (*own, *AXES, "--trials", "2", "--no-asha", "--epochs", "60", "--checkpoint-every", "5")
     folders = ("--runs-dir", str(tmp_path / "runs"), "--state-dir", str(tmp_path / "state"))
     with Command(*line, *folders) as process:
         while not [*(tmp_path / "runs").glob("*/checkpoints/manifest.json")]:

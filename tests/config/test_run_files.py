@@ -43,7 +43,7 @@ def resolved_run(request: dict[str, Any], values: dict[str, Any]) -> Any:
     return resolve(RunRequest(dataset="synthetic", **request, values=values))
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(REQUESTS, VALUES)
 def test_a_run_that_is_written_and_read_is_the_same(request: dict[str, Any], values: dict[str, Any]) -> None:
     run = resolved_run(request, values)
@@ -54,7 +54,7 @@ def test_a_run_that_is_written_and_read_is_the_same(request: dict[str, Any], val
     assert plain_to_yaml(again.config) == text
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(REQUESTS.filter(lambda request: "memory" not in request), st.data())
 def test_a_setting_that_the_file_leaves_out_is_the_presets(request: dict[str, Any], data: st.DataObject) -> None:
     run = resolved_run(request, {"training.seed": 7})
