@@ -56,8 +56,10 @@ def trapped(tmp_path: Path) -> Path:
 def give(folder: Path, program: Path, *arguments: str, **variables: str) -> str:
     """Gives a command in the folder; returns what it prints."""
     source = str(Path(main.__code__.co_filename).parents[2])
+    # Its C++ library would else be compiled anew for each folder.
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     variables = {"MARK": str(folder / "MARK"), "HOME": str(folder), "XDG_STATE_HOME": str(folder / "state"),
-                 "PYTHONPATH": source, **variables}  # fmt: skip
+                 "XDG_CACHE_HOME": cache, "PYTHONPATH": source, **variables}  # fmt: skip
     done = subprocess.run([program, *arguments], cwd=folder, env={**os.environ, **variables}, text=True, check=False,
                           capture_output=True, timeout=TIMEOUT_S)  # fmt: skip
     assert not (folder / "MARK").exists(), (folder / "MARK").read_text()

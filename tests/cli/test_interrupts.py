@@ -17,7 +17,7 @@ INTERRUPTED = 128 + signal.SIGINT
 TRAIN = ("--model", "gat", "--dataset", "synthetic", "--device", "sim:64MiB", "--set", "dataset.synthetic.seconds=30")
 STARTING = "starting: loading PyTorch\n"
 ONE_LINE = "interrupted\n"
-MOMENTS = 6
+MOMENTS = 4
 LONGEST_S = 8.0
 
 INTERRUPTED_IMPORT = """

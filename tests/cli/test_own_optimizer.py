@@ -107,7 +107,7 @@ def test_what_is_wrong_with_it_is_said_before_anything_is_written(
 def test_the_code_of_strangers_does_not_run_unasked(
     code: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
-    assert main((*BUS, "--set", "dataset.synthetic.seconds=20", *QUICK, "--set", "mode.baselines=false")) == 0
+    assert main((*BUS, "--set", "dataset.synthetic.seconds=5", *QUICK, "--set", "mode.baselines=false")) == 0
     folder = only_run(tmp_path)
     (code / "rates.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'MARK')!r}).touch()\n")
     config = folder.config()

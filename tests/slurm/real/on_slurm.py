@@ -1,5 +1,6 @@
 """What a test does with its SLURM: send jobs, wait for them, call can-train as a user would, in a folder of its own."""
 
+import os
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from typing import TypeVar
 
 import pytest
 
+from fakes.processes import Command
 from sandbox import daemons
 from sandbox.cluster import Cluster
 
@@ -43,10 +45,18 @@ class Slurm:
 
     def can_train(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Calls can-train; its runs lie in `runs` of the folder."""
-        ended = self._run([sys.executable, "-P", "-m", "can_train", *arguments])
+        ended = self._called(*arguments)
         if check and ended.returncode != 0:
             pytest.fail(f"can-train {' '.join(arguments)} ended with {ended.returncode}:\n{ended.stdout}{ended.stderr}")
         return ended
+
+    def _called(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        if self.variables.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):
+            # Other code than what a fork has imported.
+            return self._run([sys.executable, "-P", "-m", "can_train", *arguments])
+        with Command(*arguments, folder=self.folder, variables=self.variables) as command:
+            status = command.wait()
+            return subprocess.CompletedProcess(arguments, status, command.stdout, command.stderr)
 
     def launched(self, *launcher: str, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """Has one of SLURM's launchers call can-train."""
