@@ -74,6 +74,11 @@ def find_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
     return _find(dataset, data_root, (TRAIN, TEST))
 
 
+def find_training_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
+    """Finds the logs of a data set's training folders, or all logs without a layout. Raises as `find_logs` does."""
+    return _find(dataset, data_root, (TRAIN,))
+
+
 def find_evaluation_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
     """Finds the logs of a data set that no training saw. Raises as `find_logs` does.
 

@@ -19,7 +19,7 @@ import numpy as np
 from can_train.reporter import Reporter, SilentReporter
 from can_train_tasks.can.data.dataset import CanData, DataSample, find_prepared, prepare, source_of, too_short
 from can_train_tasks.can.data.graphs import FlatGraphs, GraphBuilder, GraphWriter, Split, writing_graphs
-from can_train_tasks.can.data.layout import LOG, TEST, LogFile, find_logs
+from can_train_tasks.can.data.layout import LOG, TEST, LogFile, find_logs, find_training_logs
 from can_train_tasks.can.data.log_text import COMPRESSIONS
 from can_train_tasks.can.data.reading import LogReader, LogSample, decide_bases
 from can_train_tasks.can.settings import CanDatasetSettings, SyntheticSettings
@@ -91,8 +91,8 @@ class _Drives:
 def _simulated(drives: _Drives) -> CanData:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / synthetic_folder_name(drives.short)
-        write_synthetic(folder, drives.short, drives.reporter)
-        logs = [log for log in find_logs(replace(drives.dataset, path=str(folder)), folder) if log.role != TEST]
+        write_synthetic(folder, drives.short, drives.reporter, tests=False)
+        logs = find_training_logs(replace(drives.dataset, path=str(folder)), folder)
         # Silent: a notice about these short drives need not be true for the drives of the training.
         return _prepare_in_memory(drives.dataset, logs, SilentReporter())
 

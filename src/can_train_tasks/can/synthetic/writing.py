@@ -70,6 +70,11 @@ class PlannedDrive(NamedTuple):
         """Path of the file in the data set's folder."""
         return f"{self.folder}/{self.kind}-{self.vehicle}.csv"
 
+    @property
+    def is_test(self) -> bool:
+        """Whether the drive belongs to a test folder."""
+        return self.folder.startswith("test_")
+
 
 def plan_drives(version: int) -> tuple[PlannedDrive, ...]:
     """Returns the drives of the data set, in a fixed order: a drive's random numbers follow from its position."""
@@ -105,19 +110,27 @@ def synthetic_folder(cache: Path, settings: SyntheticSettings, reporter: Reporte
     return folder
 
 
-def write_synthetic(folder: Path, settings: SyntheticSettings, reporter: Reporter) -> None:
+def write_synthetic(folder: Path, settings: SyntheticSettings, reporter: Reporter, *, tests: bool = True) -> None:
     """Simulates the data set and writes it. The folder appears complete or not at all.
+
+    Args:
+        folder: Is made.
+        settings: Settings of the data set.
+        reporter: Is told about the progress.
+        tests: Whether to write test drives, which a plan of a training does not need.
 
     Raises:
         StateError: The folder cannot be written.
     """
     vehicles = GENERATORS[settings.version].make_vehicles(settings.seed)
-    drives = plan_drives(settings.version)
+    # A drive's random numbers follow from its position among all drives.
+    drives = [(position, drive) for position, drive in enumerate(plan_drives(settings.version))
+              if tests or not drive.is_test]  # fmt: skip
     with (
         writing_folder(folder) as staged,
         reporter.stage("simulating the synthetic data set", total=len(drives), unit="files") as stage,
     ):
-        for position, drive in enumerate(drives):
+        for position, drive in drives:
             log = simulate(drive, position, vehicles[drive.vehicle - 1], settings)
             path = staged / drive.path
             path.parent.mkdir(exist_ok=True)
@@ -136,7 +149,7 @@ def simulate(drive: PlannedDrive, position: int, vehicle: Vehicle, settings: Syn
         np.random.default_rng(np.random.SeedSequence(settings.seed, spawn_key=(1, position, part))) for part in range(2)
     )
     generator = GENERATORS[settings.version]
-    share = generator.test_share if drive.folder.startswith("test_") else 1.0
+    share = generator.test_share if drive.is_test else 1.0
     duration_us = int(settings.drive_s * share * SECOND_US)
     traffic = generator.drive(traffic_rng, vehicle, duration_us)
     if drive.kind != ATTACK_FREE:

@@ -58,6 +58,14 @@ def test_the_same_settings_give_the_same_bytes(version: int, folder: Path, tmp_p
     assert contents(tmp_path / "again") == contents(folder)
 
 
+def test_training_drives_without_test_drives_are_those_of_the_whole_set(
+    version: int, folder: Path, tmp_path: Path
+) -> None:
+    write_synthetic(tmp_path / "training", SHORTEST[version], SilentReporter(), tests=False)
+    whole = contents(folder)
+    assert contents(tmp_path / "training") == {path: whole[path] for path in whole if not path.startswith("test_")}
+
+
 def test_a_revision_stands_for_these_bytes(version: int, folder: Path) -> None:
     digest = hashlib.sha256(b"".join(data for _, data in sorted(contents(folder).items()))).hexdigest()
     known = {1: ("1", "fb0dcdf14288d51c"), 2: ("2", "699599f1a1c97b4c"), 3: ("3", "de7da61e47020043")}
