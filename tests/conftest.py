@@ -79,16 +79,25 @@ _MANY_MODULES = 300
 _frozen_modules = 0
 
 
-@pytest.fixture(autouse=True)
-def imports_are_no_garbage() -> None:
-    """Keeps what was imported out of the garbage collection that follows an out-of-memory, which else takes a second in
-    a process of many tests.
+def _freeze() -> None:
+    """Keeps what lives now out of later garbage collections. One follows each out-of-memory and each trial of a search,
+    and would take a second in a process of many tests.
     """
     global _frozen_modules  # noqa: PLW0603
+    _frozen_modules = len(sys.modules)
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def earlier_tests_are_no_garbage() -> None:
+    _freeze()
+
+
+@pytest.fixture(autouse=True)
+def imports_are_no_garbage() -> None:
     if len(sys.modules) > _frozen_modules + _MANY_MODULES:
-        _frozen_modules = len(sys.modules)
-        gc.collect()
-        gc.freeze()
+        _freeze()
 
 
 @pytest.fixture(scope="session")

@@ -98,7 +98,7 @@ def make_desk(folder: Path) -> None:
         write_candump(folder / name, random_frames(4_000), {0: 0x0CF00400})
     log = (folder / "path" / "to" / "log.csv").read_text()
     (folder / "path" / "to" / "other.csv").write_text(log.replace("arbitration_id", "ecu_address", 1))
-    once = ["--dataset", "synthetic", *SMALL, "--epochs", "1", "--batch-size", "64"]
+    once = ["--dataset", "synthetic", *SMALL, "--epochs", "1", "--batch-size", "64", "--no-baselines"]
     with at(folder):
         for size in ("student", "teacher"):
             small = ["--size", size, "--model-args", "hidden=4,layers=1,heads=1"]
