@@ -98,16 +98,26 @@ def test_an_error_of_the_task_says_what_it_was_asked_for_and_shows_its_own_lines
     assert "test_sample_task.py" in caught.value.traceback.splitlines()[1]
 
 
-@pytest.mark.parametrize("returned", [{}, {"error": 3.0}, {"error": (torch.zeros(2), 2)}, torch.zeros(())])
-def test_a_loss_that_is_no_sum_with_its_denominator_is_refused(returned: Any) -> None:
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ({}, "{term: (sum, denominator)}: {}"),
+        (torch.zeros(()), "{term: (sum, denominator)}: a tensor of shape ()"),
+        ({"error": 3.0}, "a scalar tensor and a number for each term: 'error' is 3.0"),
+        ({"error": (torch.zeros(2), 2)},
+         "a scalar tensor and a number for each term: 'error' is (a tensor of shape (2,), 2)"),
+    ],
+)  # fmt: skip
+def test_a_loss_that_is_no_sum_with_its_denominator_is_refused(returned: Any, said: str) -> None:
     class Wrong(Words):
         def loss(self, model: nn.Module, batch: Any) -> Losses:
             return returned  # type: ignore[no-any-return]
 
     task = Wrong()
     batch = task.logical_batch(task.train_rows[:2], torch.device("cpu"), torch.float64, torch.Generator())
-    with pytest.raises(DataError, match="sum, denominator"):
+    with pytest.raises(DataError) as raised:
         batch.losses(task.build_model(), 0, 2)
+    assert str(raised.value) == f"Wrong.loss did not return {said}.\nReturn {{'loss': (losses.sum(), len(losses))}}."
 
 
 def test_phases_are_split_without_changing_what_any_of_them_sees(tmp_path: Path) -> None:
