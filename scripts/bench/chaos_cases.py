@@ -41,9 +41,8 @@ class Attack:
     prepare: Callable[[Path], None] = lambda place: None  # makes the files that all cases share, in a folder
     inputs: int = 1  # of one case
     hang_s: float = 400.0  # after which a case is ended from outside
-    most_mib: float = (
-        PEAK_MIB  # of memory of a process, which begins with the memory of the process that it is forked from
-    )
+    # Memory of a process, which begins with the memory of the process that it is forked from.
+    most_mib: float = PEAK_MIB
 
 
 @dataclass
@@ -142,10 +141,11 @@ class _Worker:
         if failure is None:
             return False
         progress.peak_mib = max(progress.peak_mib, peak_mib)
-        self._note(progress, failure or (f"{peak_mib:.0f} MiB of memory" if peak_mib > self.attack.most_mib else ""))
-        if peak_mib > self.attack.most_mib:
+        is_too_large = bool(peak_mib > self.attack.most_mib)
+        self._note(progress, failure or (f"{peak_mib:.0f} MiB of memory" if is_too_large else ""))
+        if is_too_large:
             self.kill()
-        return bool(peak_mib > self.attack.most_mib)
+        return is_too_large
 
     def check_time(self, progress: Progress) -> bool:
         """Ends a process whose case hangs; returns whether it did."""

@@ -43,7 +43,7 @@ from can_train_tasks.can.evaluation.options import Hold
 # `LEAST_USUAL_WINDOWS`, no value is called usual.
 USUAL_WINDOWS: Final = 256
 LEAST_USUAL_WINDOWS: Final = 20
-WINDOWS_AT_A_TIME: Final = 2048  # windows whose contributions are in memory together: a few megabytes
+WINDOWS_AT_A_TIME: Final = 2048  # windows whose contributions are in memory together: 14 MB with 20 IDs each
 KNOWN_SHARE: Final = 0.5  # a model that knows a larger share of a log's IDs knows the bus
 NAMED_IDS: Final = 3  # IDs that a record names for a window
 TOLD_IDS: Final = 2  # IDs that the text of an alarm names
