@@ -3,6 +3,8 @@
 import os
 import pty
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -99,8 +101,13 @@ def test_a_state_folder_that_cannot_be_written_is_said_once_and_at_the_start(fol
     small = ("--set", "dataset.synthetic.seconds=5", "--epochs", "1", "--no-baselines")
     # Nobody, not even root, makes a folder there.
     state = "/proc/can-train"
-    out, err = printed(folder, *MAIN_JOB[:-2], *small, "--state-dir", state, "--runs-dir", "without")
-    note = " ".join(line.strip() for line in err[:6])
+    line = (*MAIN_JOB[:-2], *small, "--state-dir", state, "--runs-dir", "without")
+    # A process of its own, which has yet to load PyTorch.
+    command = [sys.executable, "-m", "can_train", *line]
+    done = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, check=True)
+    out, err = done.stdout.splitlines(), done.stderr.splitlines()
+    assert err[0] == "starting: loading PyTorch"
+    note = " ".join(line.strip() for line in err[1:7])
     assert note.startswith(f"note: The state folder {state} cannot be written: ")
     assert "--state-dir" in note
     assert len([line for line in err if state in line]) == 1
