@@ -354,6 +354,25 @@ def test_a_line_that_another_tool_would_take_leads_to_the_line_that_was_meant(
     assert message in " ".join(told.err.split())
 
 
+@pytest.mark.parametrize(
+    ("folder", "fact"),
+    [
+        ("file", "--cache must be a folder: {here}/file is a file."),
+        # Nobody, not even root, makes a file there.
+        ("/proc/can-train", "--cache must be a folder that can be written: /proc/can-train: "),
+    ],
+)
+def test_a_folder_for_prepared_data_that_cannot_be_written_is_said_before_anything_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: str, fact: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CAN_TRAIN_CACHE", folder)
+    message = said(capsys, "--model", "gat", "--dataset", "synthetic", "--submit", "--cluster", "local")
+    assert message.startswith(f"error: {fact.format(here=tmp_path)}")
+    assert message.endswith("Name another: --cache FOLDER.")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 @pytest.mark.parametrize("command", ["runs", "top"])
 def test_a_missing_folder_lists_no_runs_of_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str

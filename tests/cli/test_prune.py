@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from can_train.cli.main import main
-from can_train.cli.prune import find_prunable
+from can_train.cli.prune import Places, find_prunable
 from can_train.factors.observations import Event, read_records, write_record
 from fakes.made_runs import RESULT, Runs
 from fakes.samples import at, observation, started
@@ -40,7 +40,8 @@ def aged(path: Path, days: float) -> Path:
 def found(runs: Runs, days: float = 90) -> dict[str, set[str]]:
     """The names of what may be deleted, by kind."""
     kinds: dict[str, set[str]] = {}
-    for one in find_prunable(runs.state_dir, runs.runs_dir, older_s=days * DAY_S, now=NOW):
+    places = Places(state=runs.state_dir, cache=runs.state_dir / "cache", runs=runs.runs_dir)
+    for one in find_prunable(places, older_s=days * DAY_S, now=NOW):
         kinds.setdefault(one.kind, set()).add(one.path.name)
     return kinds
 
@@ -101,6 +102,20 @@ def test_a_file_that_may_still_be_written_stays_whatever_age_is_asked_for(runs: 
     assert found(runs, days=0.1) == {}
     aged(runs.state_dir / "runs" / ".0123456789abcdef.tmp", 2)
     assert found(runs, days=0.1) == {"unfinished files": {".0123456789abcdef.tmp"}}
+
+
+def test_of_a_folder_that_is_named_for_prepared_data_only_those_are_deleted(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scratch = tmp_path / "scratch"
+    thesis = put(scratch / "thesis.txt", 0)
+    prepared = put(scratch / "can-train-cache" / "prepared" / "ids.npy", 0)
+    in_state = put(runs.state_dir / "cache" / "prepared" / "ids.npy", 0)
+    aged(tmp_path, 999)
+    assert main(["doctor", "--prune", "--yes", "--json", "--cache", str(scratch), *runs.flags]) == 0
+    deleted = json.loads(capsys.readouterr().out)["deleted"]
+    assert [one["path"] for one in deleted] == [str(prepared.parent)]
+    assert (thesis.exists(), prepared.exists(), in_state.exists()) == (True, False, True)
 
 
 def test_without_a_terminal_nothing_is_deleted_and_that_is_said(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,13 +139,13 @@ def test_the_saved_configuration_finds_everything_from_anywhere(
     slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (slurm / "data").mkdir()
-    given = ("--runs-dir", "my runs", "--tracker", "tensorboard", "--cpus", "1")
+    given = ("--runs-dir", "my runs", "--cache", "scratch", "--tracker", "tensorboard", "--cpus", "1")
     submit(capsys, *given, "--set", "cluster.additional.mail-type=END")
     (run,) = Registry(slurm / "state").runs()
     config = plain_from_yaml((Path(run.path) / "config.yaml").read_text())
     assert config["paths"] == {
         "runs_dir": str(slurm / "my runs"), "data_root": str(slurm / "data"), "state_dir": str(slurm / "state"),
-        "tracker": "tensorboard", "code_dir": "", "config_dir": "",
+        "cache": str(slurm / "scratch"), "tracker": "tensorboard", "code_dir": "", "config_dir": "",
     }  # fmt: skip
     assert (config["cluster"]["cpus"], config["cluster"]["mem"]) == (1, "2000M")
     assert config["cluster"]["additional"] == {"mail-type": "END"}

@@ -12,6 +12,7 @@ from can_train.config.resolved import (
     CLUSTER_FLAGS,
     USER_SETTINGS,
     PathSettings,
+    cache_folder,
     data_root,
     plain_to_yaml,
     state_dir,
@@ -70,6 +71,18 @@ def test_folders_come_after_flags_and_the_environment(written: Path, monkeypatch
     assert (data_root(PathSettings()), state_dir(PathSettings())) == (Path("/variable/data"), Path("/variable/state"))
     given = PathSettings(data_root="/flag/data", state_dir="/flag/state")
     assert (data_root(given), state_dir(given)) == (Path("/flag/data"), Path("/flag/state"))
+
+
+def test_prepared_data_are_in_a_folder_of_their_own_where_a_folder_is_named(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written.write_text("state_dir: /file/state\n")
+    assert cache_folder(PathSettings()) == Path("/file/state/cache")
+    written.write_text("cache: /file\nstate_dir: /file/state\n")
+    assert cache_folder(PathSettings()) == Path("/file/can-train-cache")
+    monkeypatch.setenv("CAN_TRAIN_CACHE", "/variable")
+    assert cache_folder(PathSettings()) == Path("/variable/can-train-cache")
+    assert cache_folder(PathSettings(cache="/flag")) == Path("/flag/can-train-cache")
 
 
 def test_jobs_ask_for_what_the_file_says_unless_the_line_says_otherwise(written: Path) -> None:

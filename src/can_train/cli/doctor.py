@@ -29,6 +29,7 @@ from can_train.config.resolved import (
     NO_TRACKER,
     PATH_FLAGS,
     PathSettings,
+    cache_folder,
     check_folder,
     config_folder,
     data_root,
@@ -68,7 +69,7 @@ _FREE_SHARE: Final = 0.9  # of a GPU's memory; less is free only where another p
 _CLOCK_SLACK_S: Final = 2.0  # between two clocks that are kept in time, by a file system that counts whole seconds
 _MANY_RUNS: Final = 10  # times the disk that one run needs; with more, the disk is large enough
 _NO_CLUSTER: Final = "establish a configuration source"  # in SLURM's error where no cluster is
-_IN_STATE: Final = ("runs", "code", "cache", "observations", "events")  # folders in the state folder
+_IN_STATE: Final = ("runs", "code", "observations", "events")  # folders in the state folder
 _MAX_NAMED: Final = 6  # packages, data sets or partitions that a line names
 _NETWORK_FILE_SYSTEMS: Final = re.compile(
     r"nfs\d?|cifs|smb\d?|smbfs|smb2|lustre|gpfs|beegfs|ceph|glusterfs|afs|9p|panfs|wekafs|pvfs2|orangefs|fuse\.\w+"
@@ -142,10 +143,11 @@ def _doctor(flags: Flags) -> None:
     check_folder("--runs-dir", Path(paths.runs_dir))
     if flags["prune"]:
         # It imports all that knows of runs.
-        from can_train.cli.prune import OLDER_THAN, prune
+        from can_train.cli.prune import OLDER_THAN, Places, prune
 
         older_than = flags["older_than"] or OLDER_THAN
-        prune(state_dir(paths), _runs_dir(paths), older_than, yes=flags["yes"], as_json=flags["json"])
+        places = Places(state=state_dir(paths), cache=cache_folder(paths), runs=_runs_dir(paths))
+        prune(places, older_than, yes=flags["yes"], as_json=flags["json"])
         return
     if flags["report"]:
         _print_report(bug_report(paths), as_json=flags["json"])
@@ -204,8 +206,12 @@ def examine(paths: PathSettings, gpu_names: Sequence[str] = ()) -> Iterator[Find
         ("--target-gpu", lambda: _examine_cards(gpu_names, cards, partitions, state_dir(paths))),
         ("data", lambda: [_examine_data(paths)]),
         ("state folder", lambda: [check_state_folder(look_at(state_dir(paths)), on_cluster=bool(partitions))]),
+        ("cache", lambda: [check_cache(look_at(cache_folder(paths)))]),
         ("permissions", lambda: _examine_permissions(paths)),
-        ("disk", lambda: check_disks([look_at(_runs_dir(paths)), look_at(state_dir(paths))])),
+        (
+            "disk",
+            lambda: check_disks([look_at(_runs_dir(paths)), look_at(state_dir(paths)), look_at(cache_folder(paths))]),
+        ),
         ("versions", _examine_versions),
         ("trackers", lambda: _examine_trackers(user_file().values.get("tracker", NO_TRACKER))),
     ]
@@ -236,8 +242,9 @@ _PUBLIC_KERNEL: Final = re.compile(
     r"el\d+(?:_\d+)?|fc\d+|microsoft|standard|WSL2)\b)*"
 )
 _REPORTED_VARIABLES: Final = (
-    "CAN_TRAIN_PYTHON", "CAN_TRAIN_HOME", "CAN_TRAIN_DATA", "CAN_TRAIN_CONFIG", "CAN_TRAIN_SIM_FOREIGN",
-    *SETTINGS_VARIABLES, _NO_CACHING, "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_JOB_ID", "WORLD_SIZE",
+    "CAN_TRAIN_PYTHON", "CAN_TRAIN_HOME", "CAN_TRAIN_CACHE", "CAN_TRAIN_DATA", "CAN_TRAIN_CONFIG",
+    "CAN_TRAIN_SIM_FOREIGN", *SETTINGS_VARIABLES, _NO_CACHING, "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS",
+    "SLURM_JOB_ID", "WORLD_SIZE",
 )  # fmt: skip
 _REPORTED_NUMBERS: Final = re.compile(r"\d{1,4}|true|false", re.IGNORECASE)
 _NUMBER_SETTINGS: Final = ("nodes", "ranks", "cpus", "gpus", "cpus_per_gpu", "exclusive", "max_parallel")
@@ -570,15 +577,24 @@ def check_state_folder(folder: Folder, *, on_cluster: bool) -> Finding:
     return Finding("state folder", OK, fact)
 
 
+def check_cache(folder: Folder) -> Finding:
+    """Checks that prepared data can be written."""
+    if folder.error:
+        return Finding("cache", PROBLEM, f"prepared data cannot be written: {folder.error}",
+                       "Change its permissions, or name another one with --cache or $CAN_TRAIN_CACHE")  # fmt: skip
+    return Finding("cache", OK, f"prepared data are in {folder.path}")
+
+
 def _examine_permissions(paths: PathSettings) -> list[Finding]:
     """Lists the places that other users may change: settings, state, runs, cache, code, and the folders above them."""
     account, state = Account.current(), state_dir(paths).expanduser()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "can-train")
+    compiled = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "can-train")
     places = {
         "settings": ("export CAN_TRAIN_CONFIG=FILE", [user_file().path]),
         "state folder": ("--state-dir FOLDER", [state, *(state / name for name in _IN_STATE)]),
+        "prepared data": ("--cache FOLDER", [cache_folder(paths)]),
         "runs folder": ("--runs-dir FOLDER", [_runs_dir(paths).expanduser()]),
-        "cache": ("export XDG_CACHE_HOME=FOLDER", [cache]),
+        "compiled code": ("export XDG_CACHE_HOME=FOLDER", [compiled]),
         "can-train's code": ("install it in a folder of your own", package_folders()),
     }
     # Each place once, as it is first named; a folder above an end is passed on the way.
@@ -606,7 +622,7 @@ def _examine_permissions(paths: PathSettings) -> list[Finding]:
 
 
 def check_disks(folders: Sequence[Folder]) -> list[Finding]:
-    """Checks that each disk of the runs folder and the state folder has room."""
+    """Checks that each disk of the folders has room."""
     # It imports submitit, which may be missing.
     from can_train.slurm.submission_plan import LEAST_FREE_BYTES
 
@@ -615,7 +631,7 @@ def check_disks(folders: Sequence[Folder]) -> list[Finding]:
         fact = f"{size_text(folder.free_bytes)} free for {folder.path}"
         if folder.free_bytes < LEAST_FREE_BYTES:
             findings.append(Finding("disk", PROBLEM, f"{fact}: a run needs {size_text(LEAST_FREE_BYTES)}",
-                                    "Free some, or choose other folders with --runs-dir and --state-dir"))  # fmt: skip
+                                    "Free some, or choose others: --runs-dir, --state-dir, --cache"))  # fmt: skip
         elif folder.free_bytes < _MANY_RUNS * LEAST_FREE_BYTES:
             findings.append(Finding("disk", NOTE, f"{fact}: enough for a few runs"))
         else:

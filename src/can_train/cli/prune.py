@@ -51,27 +51,40 @@ class Prunable:
     size_bytes: int
 
 
-def find_prunable(state: Path, runs_dir: Path, *, older_s: float, now: float) -> list[Prunable]:
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """The folders in which files are looked for."""
+
+    state: Path
+    cache: Path  # of prepared data
+    runs: Path
+
+    @property
+    def text(self) -> str:
+        """The folders of what can be made again, in words."""
+        return str(self.state) if self.state in self.cache.parents else f"{self.state} and {self.cache}"
+
+
+def find_prunable(places: Places, *, older_s: float, now: float) -> list[Prunable]:
     """Finds the files and folders that may be deleted.
 
     Args:
-        state: The state folder.
-        runs_dir: The folder of runs.
+        places: The folders.
         older_s: Least seconds without use; unfinished files need at least a day.
         now: Seconds since 1970.
     """
-    prepared = state / "cache"
-    kinds = {path: "prepared data" for path in _children(prepared) if path.name != _OUTPUTS}
-    kinds |= dict.fromkeys(_children(prepared / _OUTPUTS), "outputs of reference models")
-    in_use = {described_folder(run.folder.path) for run in known_runs(Registry(state), runs_dir)}
+    state, cache = places.state, places.cache
+    kinds = {path: "prepared data" for path in _children(cache) if path.name != _OUTPUTS}
+    kinds |= dict.fromkeys(_children(cache / _OUTPUTS), "outputs of reference models")
+    in_use = {described_folder(run.folder.path) for run in known_runs(Registry(state), places.runs)}
     kinds |= {path: "copies of code" for path in _children(code_folder(state)) if path not in in_use}
     kinds |= dict.fromkeys(_children(index_folder(state)), "what is remembered of records")
     kinds |= dict.fromkeys(repeated_starts(state), "repeated starts")
-    for root in (state, runs_dir):
+    for root in (state, cache, places.runs):
         for folder, _, names in os.walk(root):
             kinds |= {Path(folder, name): "unfinished files" for name in names if _TEMPORARY.fullmatch(name)}
     # A folder of prepared data gets its name when it is complete.
-    kinds |= {path: "unfinished files" for path in _children(prepared) if path.name.startswith(".")}
+    kinds |= {path: "unfinished files" for path in _children(cache) if path.name.startswith(".")}
     prunable = []
     for path, kind in kinds.items():
         used_at, size_bytes = 0.0, 0
@@ -93,7 +106,7 @@ def _children(folder: Path) -> list[Path]:
         return []
 
 
-def prune(state: Path, runs_dir: Path, older_than: str, *, yes: bool, as_json: bool) -> None:
+def prune(places: Places, older_than: str, *, yes: bool, as_json: bool) -> None:
     """Lists the files and folders that may be deleted, asks, and deletes them.
 
     Raises:
@@ -104,10 +117,10 @@ def prune(state: Path, runs_dir: Path, older_than: str, *, yes: bool, as_json: b
             "--older-than must be a number of days or hours", value=older_than, remedy="Write it as 90d or 12h"
         )
     older_s = 60.0 * parse_time_min(older_than)
-    prunable = find_prunable(state, runs_dir, older_s=older_s, now=time.time())
+    prunable = find_prunable(places, older_s=older_s, now=time.time())
     total = f"{len(prunable)} of them, {size_text(sum(item.size_bytes for item in prunable))}"
     if not as_json:
-        _print_table(prunable, state, older_than)
+        _print_table(prunable, places, older_than)
     if prunable and not yes:
         if as_json or not sys.stdin.isatty():
             raise ConfigError("Nothing was deleted, since --prune asks first and nobody can answer here", value=total,
@@ -130,16 +143,16 @@ def prune(state: Path, runs_dir: Path, older_than: str, *, yes: bool, as_json: b
                           remedy="Ask who owns them: can-train doctor --prune lists them again")  # fmt: skip
 
 
-def _print_table(prunable: list[Prunable], state: Path, older_than: str) -> None:
+def _print_table(prunable: list[Prunable], places: Places, older_than: str) -> None:
     if not prunable:
-        print_text(f"Nothing in {state} has gone unused for {older_than}.")
+        print_text(f"Nothing in {places.text} has gone unused for {older_than}.")
         return
     rows = []
     for kind, why in _WHY.items():
         sizes = [item.size_bytes for item in prunable if item.kind == kind]
         rows += [(kind, str(len(sizes)), size_text(sum(sizes)), why)] if sizes else []
     columns = ("what", "number", "size", "why it can go")
-    print_tables([TextTable(f"Not used for {older_than}", columns, rows, [f"in {state}"])], pipe_columns=COLUMNS)
+    print_tables([TextTable(f"Not used for {older_than}", columns, rows, [f"in {places.text}"])], pipe_columns=COLUMNS)
 
 
 def _delete(path: Path) -> bool:

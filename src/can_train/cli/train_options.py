@@ -58,7 +58,8 @@ OPTIONS: Final[dict[str, Option]] = {
     "runs_dir": (str | None, None, "Folder of run folders. [runs]"),
     "data_root": (str | None, None, "Folder of the published data sets. [$CAN_TRAIN_DATA, else data]"),
     "tracker": (str | None, None, "Show runs in tensorboard, mlflow or wandb. Several: mlflow,wandb. [off]"),
-    "state_dir": (str | None, None, "Folder of observations and caches. [$CAN_TRAIN_HOME, else the user's]"),
+    "cache": (str | None, None, "Folder for prepared data. [$CAN_TRAIN_CACHE]"),
+    "state_dir": (str | None, None, "Folder of observations. [$CAN_TRAIN_HOME, else the user's]"),
 }  # fmt: skip
 """In place of the names in braces, those that the task has are listed."""
 
@@ -80,7 +81,7 @@ GROUPS: Final[Groups] = (
      find_batch_size_steps_per_trial data_on_device tf32 channels_last compile cuda_empty_cache_interval
      cuda_empty_cache_threshold_mib use_adaptive_batch_size_factor graph_memory_safety_factor"""),
     ("Plan and output", "dry_run target_gpu quiet verbose",
-     "target_memory show_config json tracker runs_dir data_root state_dir"),
+     "target_memory show_config json tracker runs_dir data_root state_dir cache"),
     ("SLURM, with --submit", "submit partition gpus mem time",
      f"cluster {' '.join(resolved.CLUSTER_FLAGS)} after force yes"),
 )  # fmt: skip

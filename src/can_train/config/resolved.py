@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _MOST_NESTED: Final = 1000  # levels of YAML that its readers are trusted with
 _MOST_VALUES: Final = 100_000  # of a YAML file whose values are repeated by aliases
-PATH_FLAGS: Final = ("runs_dir", "data_root", "state_dir")
+PATH_FLAGS: Final = ("runs_dir", "data_root", "state_dir", "cache")
 CLUSTER_FLAGS: Final = (
     "partition", "time", "gpus", "mem", "account", "qos", "nodes", "ranks", "cpus", "mem_per_gpu", "cpus_per_gpu",
     "tmp", "constraint", "gres", "exclude", "nodelist", "reservation", "exclusive", "clusters", "begin", "nice",
@@ -41,6 +41,7 @@ USER_SETTINGS: Final = ("cluster", "tracker", *PATH_FLAGS, *CLUSTER_FLAGS)
 """Settings that the user's settings file may have."""
 
 _DO_WITHOUT: Final = "Correct it, or do without: export CAN_TRAIN_CONFIG=/dev/null"
+_CACHE: Final = "can-train-cache"  # folder of prepared data, in the folder that a person names for them
 _USER_FILE: Final = "CAN_TRAIN_CONFIG"  # variable that names a person's settings file
 
 
@@ -86,7 +87,9 @@ class PathSettings:
     data_root: str = ""
     """Folder of the published data sets; default $CAN_TRAIN_DATA, else ./data."""
     state_dir: str = ""
-    """Folder of observations and caches; default $CAN_TRAIN_HOME, else the user's state directory."""
+    """Folder of observations and of the list of runs; default $CAN_TRAIN_HOME, else the user's state directory."""
+    cache: str = ""
+    """Folder in which prepared data get a folder of their own; default $CAN_TRAIN_CACHE, else the state folder."""
     code_dir: str = ""
     """Folder of the code of the user's own task or optimizer, which is imported; empty: both are installed."""
     config_dir: str = ""
@@ -379,9 +382,17 @@ def state_dir(paths: PathSettings) -> Path:
     return state_folder(Path(paths.state_dir) if paths.state_dir else None)
 
 
+def named_cache(paths: PathSettings) -> Path | None:
+    """Returns the folder that a flag, $CAN_TRAIN_CACHE or the user's settings file names for prepared data."""
+    named = paths.cache or os.environ.get("CAN_TRAIN_CACHE") or user_file().values.get("cache")
+    return _home_expanded(named).absolute() if named else None
+
+
 def cache_folder(paths: PathSettings) -> Path:
     """Returns the folder of prepared data, which may be deleted at any time."""
-    return state_dir(paths) / "cache"
+    named = named_cache(paths)
+    # A folder of its own: a person names $SCRATCH, of which `doctor --prune` must not delete anything else.
+    return named / _CACHE if named else state_dir(paths) / "cache"
 
 
 def data_root(paths: PathSettings) -> Path:
@@ -402,18 +413,40 @@ def check_folder(name: str, folder: Path) -> None:
             return
 
 
+def _check_cache(folder: Path) -> None:
+    # As msgspec, see `_home_expanded`.
+    from can_train.io.records import check_writable
+
+    check_folder("--cache", folder)
+    try:
+        # Tried in a folder that exists: nothing stays of it.
+        check_writable(next(place for place in (folder, *folder.parents) if place.is_dir()))
+    except OSError as error:
+        raise ConfigError("--cache must be a folder that can be written", value=f"{folder}: {error.strerror}",
+                          remedy="Name another: --cache FOLDER") from error  # fmt: skip
+
+
+def with_folders_of(run: ResolvedRun, paths: PathSettings) -> PathSettings:
+    """Returns the folders that are given; in place of empty ones the run's, if they are on this machine."""
+    run_folders = {name: getattr(run.paths, name) for name in ("data_root", "state_dir", "cache")}
+    return replace(paths, **{name: path for name, path in run_folders.items()
+                             if not getattr(paths, name) and path and Path(path).is_dir()})  # fmt: skip
+
+
 def with_absolute_paths(run: ResolvedRun) -> ResolvedRun:
-    """Makes every folder in a run's settings absolute.
+    """Makes every folder in a run's settings absolute, and makes sure that prepared data can be written.
 
     A job, or a later `resume`, then finds them from any directory, even if the environment's defaults have changed.
     """
     for name in PATH_FLAGS:
         if given := getattr(run.paths, name):
             check_folder(f"--{name.replace('_', '-')}", _home_expanded(given))
+    if cache := named_cache(run.paths):
+        _check_cache(cache)
     root = _absolute(str(data_root(run.paths)))
     runs_dir = _absolute(run.paths.runs_dir or ".")
     paths = replace(run.paths, runs_dir=runs_dir, data_root=root, state_dir=str(state_dir(run.paths)),
-                    config_dir=_absolute(run.paths.config_dir))  # fmt: skip
+                    cache=str(cache or ""), config_dir=_absolute(run.paths.config_dir))  # fmt: skip
     dataset = replace(run.dataset, path=_absolute(run.dataset.path))
     start = run.training.start_from
     # It may also be the name of a run, which is looked for later.

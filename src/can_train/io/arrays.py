@@ -295,5 +295,5 @@ def _as_state_error(parent: Path) -> Iterator[None]:
     except OSError as error:
         raise StateError("The folder for prepared data cannot be written",
                          value=f"{parent} ({error.strerror or error})",
-                         remedy="Free some space there, or choose another folder: --state-dir DIR"
+                         remedy="Free some space there, or choose another folder: export CAN_TRAIN_CACHE=FOLDER"
                          ) from error  # fmt: skip

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
-from can_train.config.resolved import ResolvedRun, state_dir
+from can_train.config.resolved import ResolvedRun, cache_folder, state_dir
 from can_train.config.settings import AUTO_PARTITION, ClusterSettings
 from can_train.errors import ConfigError, RunError, nearest_first, unknown_name
 from can_train.factors.store import last_run_offloaded
@@ -396,6 +396,7 @@ def complete(
     check_packages(run.paths.trackers)
     check_disk(run.runs_dir, "--runs-dir")
     check_disk(state_dir(run.paths), "--state-dir")
+    check_disk(cache_folder(run.paths), "--cache")
     if run.cluster.executor != "slurm":
         return run, []
     check_folder(run.runs_dir)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from can_train.config.compose import evaluation_dataset
-from can_train.config.resolved import EvaluationData, PathSettings, ResolvedRun, data_root
+from can_train.config.resolved import EvaluationData, PathSettings, data_root, with_folders_of
 from can_train.config.settings import TrainingSettings
 from can_train.config.task_settings import load_object
 from can_train.errors import ConfigError, StateError
@@ -241,13 +241,6 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
         summary_tables=evaluation.summary_tables(verdict.judgement),
         tables=evaluation.tables(verdict.judgement),
     )
-
-
-def with_folders_of(run: ResolvedRun, paths: PathSettings) -> PathSettings:
-    """Returns folders in which those that are not given are the run's, if they are on this machine."""
-    run_folders = {"data_root": run.paths.data_root, "state_dir": run.paths.state_dir}
-    return replace(paths, **{name: path for name, path in run_folders.items()
-                             if not getattr(paths, name) and Path(path).is_dir()})  # fmt: skip
 
 
 def check_score_file(path: Path, data: Iterable[Path] = ()) -> None:

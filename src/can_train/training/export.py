@@ -21,14 +21,21 @@ from torch import Tensor, nn
 
 from can_train import __version__
 from can_train.config.compose import evaluation_dataset
-from can_train.config.resolved import EvaluationData, FinishedModel, PathSettings, data_root, flat_settings
+from can_train.config.resolved import (
+    EvaluationData,
+    FinishedModel,
+    PathSettings,
+    data_root,
+    flat_settings,
+    with_folders_of,
+)
 from can_train.config.task_settings import load_object
 from can_train.errors import ConfigError, RunError, StateError, unknown_name
 from can_train.io.records import write_bytes_atomic, write_json_atomic
 from can_train.reporter import Reporter
 from can_train.runs.run_state import best_text
 from can_train.runs.trust import CodeTrust
-from can_train.training.evaluate import Evaluation, with_folders_of
+from can_train.training.evaluate import Evaluation
 from can_train.training.exported_call import Call, record_call
 from can_train.training.exported_program import (
     METADATA,

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from can_train.config.compose import prediction_run
-from can_train.config.resolved import FinishedModel, PathSettings, ResolvedRun, data_root, state_folder
+from can_train.config.resolved import FinishedModel, PathSettings, ResolvedRun, data_root, state_folder, with_folders_of
 from can_train.config.task_settings import load_object, load_task_settings, task_names
 from can_train.errors import CanTrainError, CheckpointError, ConfigError, DataError, RunError, TaskError
 from can_train.fit.optimizer import Precision, tf32
@@ -181,13 +181,6 @@ def load_model(path: Path, options: LoadOptions) -> LoadedModel:
     finished = load_finished(path, options.trust.config, options.weights)
     model: LoadedModel = load_object(finished.run.task_settings.predictor)(finished, options)
     return model
-
-
-def usable_paths(given: PathSettings, run: ResolvedRun) -> PathSettings:
-    """Returns the folders that are given; in place of empty ones the run's, if they are on this machine."""
-    run_folders = {"data_root": run.paths.data_root, "state_dir": run.paths.state_dir}
-    return replace(given, **{name: path for name, path in run_folders.items()
-                             if not getattr(given, name) and Path(path).is_dir()})  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -465,11 +458,11 @@ class SampleModel(LoadedModel):
     def _task(self, make: Callable[..., Task], run: ResolvedRun, cache: Path) -> Task:
         options = self._options
         workers = options.num_workers or run.training.num_workers
-        return make(run, self._models, data_root(usable_paths(options.paths, run)), cache, options.reporter,
+        return make(run, self._models, data_root(with_folders_of(run, options.paths)), cache, options.reporter,
                     state=self._finished.state, num_workers=workers)  # fmt: skip
 
     def _with_cache(self, make: Callable[[Path], Any]) -> Any:
-        return with_cache(usable_paths(self._options.paths, self._run), self._options.reporter, make)
+        return with_cache(with_folders_of(self._run, self._options.paths), self._options.reporter, make)
 
 
 def _to_predict(task: Task, name: str, samples: Any, looks: _Looks | None) -> SamplesToPredict:

@@ -220,10 +220,11 @@ def _with_state(run: ResolvedRun, reporter: Reporter, ranks: Ranks) -> Reporter:
         check_writable(folder)
     except OSError as error:
         if ranks.is_first:
+            data = ", and its prepared data are not kept" if folder in cache_folder(run.paths).parents else ""
             reporter.notice(
                 f"The state folder {folder} cannot be written: {error.strerror}. This run teaches later ones nothing, "
-                "`can-train runs` does not list it, and its prepared data are not kept. Choose another folder with "
-                "--state-dir, or make this one writable."
+                f"`can-train runs` does not list it{data}. Choose another folder with --state-dir, or make this one "
+                "writable."
             )
         return DemotingReporter(reporter, folder)
     return reporter

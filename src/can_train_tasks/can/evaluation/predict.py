@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from can_train.config.compose import prediction_run
-from can_train.config.resolved import EvaluationData, FinishedModel, data_root
+from can_train.config.resolved import EvaluationData, FinishedModel, data_root, with_folders_of
 from can_train.errors import CheckpointError, ConfigError
 from can_train.training.loading import finished_model, with_cache
-from can_train.training.predict import LoadedModel, LoadOptions, computing, open_inference, usable_paths
+from can_train.training.predict import LoadedModel, LoadOptions, computing, open_inference
 from can_train.training.prediction_files import Columns, Watcher
 from can_train_tasks.can.data.dataset import CanData
 from can_train_tasks.can.data.graphs import Floats, Ints, no_graphs
@@ -74,7 +74,7 @@ class WindowDetector(LoadedModel):
     def read(self, dataset: str | None = None, sets: Sequence[str] = ()) -> Windows:
         """Returns all windows of a log or a folder of logs; without one, the run's own test windows."""
         run, options = self._finished.run, self._options
-        paths = usable_paths(options.paths, run)
+        paths = with_folders_of(run, options.paths)
         settings = prediction_run(run, dataset, sets).dataset
 
         def of_data(cache: Path) -> CanData:

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train.io.arrays import writing_folder
+from can_train.io.arrays import discard_folder, writing_folder
 from can_train.reporter import Reporter
 from can_train_tasks.can.data.graphs import Ints
 from can_train_tasks.can.settings import SyntheticSettings
@@ -99,13 +99,16 @@ def synthetic_folder_name(settings: SyntheticSettings) -> str:
 
 
 def synthetic_folder(cache: Path, settings: SyntheticSettings, reporter: Reporter) -> Path:
-    """Returns the data set's folder in `cache`; simulates and writes it if it is missing.
+    """Returns the data set's folder in `cache`; simulates and writes it if it, or a file in it, is missing.
 
     Raises:
         StateError: The folder cannot be written.
     """
     folder = cache / synthetic_folder_name(settings)
-    if not folder.is_dir():
+    # A scratch disk deletes files by their age, one by one.
+    if not all((folder / drive.path).is_file() for drive in plan_drives(settings.version)):
+        if folder.is_dir():
+            discard_folder(folder)
         write_synthetic(folder, settings, reporter)
     return folder
 

@@ -1,5 +1,6 @@
 import hashlib
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise, product
@@ -239,6 +240,14 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write_synthetic(tmp_path / "cache" / "data", SHORTEST[2], InterruptedReporter())
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_data_set_that_has_lost_a_file_is_simulated_again(folder: Path, version: int, tmp_path: Path) -> None:
+    settings = SHORTEST[version]
+    lost = tmp_path / synthetic_folder_name(settings)
+    shutil.copytree(folder, lost)
+    next(lost.rglob("*.csv")).unlink()
+    assert contents(synthetic_folder(tmp_path, settings, SilentReporter())) == contents(folder)
 
 
 def test_of_two_runs_the_first_to_finish_stays(version: int, folder: Path) -> None:
