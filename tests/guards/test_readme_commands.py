@@ -17,6 +17,7 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.memory.catalogue import find_card
+from fakes.databases import TRUCK_DBC
 from fakes.lightning_warnings import QUIET_LIGHTNING
 from fakes.random_bus import random_frames, write_candump, write_log
 from guards.sources import PACKAGE
@@ -96,6 +97,7 @@ def make_desk(folder: Path) -> None:
         (folder / name).write_text(text)
     for name in ("drive.log", "monday.log", "tuesday.log"):
         write_candump(folder / name, random_frames(4_000), {0: 0x0CF00400})
+    (folder / "car.dbc").write_text(TRUCK_DBC)
     log = (folder / "path" / "to" / "log.csv").read_text()
     (folder / "path" / "to" / "other.csv").write_text(log.replace("arbitration_id", "ecu_address", 1))
     once = ["--dataset", "synthetic", *SMALL, "--epochs", "1", "--batch-size", "64", "--no-baselines"]

@@ -1,4 +1,4 @@
-"""`can-train signals LOG`: the fields of each CAN ID's payload, found from the log alone.
+"""`can-train signals LOG`: the fields of each CAN ID's payload, found from the log alone or named by a database (DBC).
 
 Shapes: M frames of an ID, B payload bytes, F fields with values, T moments of a grid.
 """
@@ -7,23 +7,28 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
 from can_train.cli.output import print_aside, print_json, print_tables, working
 from can_train.errors import ConfigError
-from can_train.reporter import TextTable
+from can_train.reporter import COLUMNS, TextTable, wrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from numpy.typing import NDArray
+
+    from can_train_tasks.can.data.database import Database, DatabaseMessage, DatabaseSignal
     from can_train_tasks.can.data.graphs import Floats, Frames
     from can_train_tasks.can.data.payload_fields import Field
 
 GRID_S: Final = 0.1  # seconds between moments at which values of different IDs are compared
 LEAST_MOMENTS: Final = 100
 TIED: Final = 0.9  # least correlation of two values that are told to move together
+MOST_NAMED: Final = 8  # IDs that a sentence names
+ROUNDING: Final = 1e-6  # raw units by which a value may exceed its declared range
 _COLUMNS: Final = ("ID", "every ms", "bits", "page", "kind", "from", "to", "notes")
 
 
@@ -43,6 +48,9 @@ def signals(
     can_id: Annotated[
         str | None, typer.Option("--id", help="Only this CAN ID, in hexadecimal: 1A0.", metavar="ID")
     ] = None,
+    dbc: Annotated[
+        Path | None, typer.Option(help="Show the signals of this database (DBC), in physical units.", metavar="FILE")
+    ] = None,
     channel: Annotated[str | None, typer.Option(help="Only the frames of one interface: can0.", metavar="NAME")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -52,25 +60,55 @@ def signals(
     """
     wanted = None if can_id is None else _parse_id(can_id)
     # Imported late: --help must not wait for NumPy and the readers.
-    from can_train_tasks.can.data.graphs import counted, id_text
+    from can_train_tasks.can.data.database import Database
 
+    database = None if dbc is None else (Database.read(dbc), dbc.name)
     with working("Reading the logs"):
         frames = [_benign_frames(log, channel or "") for log in logs]
-        messages = _messages(frames)
-        found = [signal for signal in _signals(messages) if wanted in (None, signal.can_id)]
-    ids = sorted({each for each in messages if wanted in (None, each)})
-    if not ids:
+        report = report_signals(frames, wanted) if database is None else report_declared(frames, wanted, *database)
+    if as_json:
+        print_json(report.plain)
+        return
+    print_tables([report.table])
+    for sentence in report.asides:
+        print_aside(wrapped(sentence, COLUMNS, hang="  "))
+
+
+class SignalReport(NamedTuple):
+    """The signals of logs, as a table and as plain values."""
+
+    table: TextTable
+    asides: Sequence[str]  # sentences below the table
+    plain: Any  # strict JSON
+
+
+def report_signals(logs: Sequence[Frames], wanted: int | None = None) -> SignalReport:
+    """Finds the fields of the IDs of several logs, or of the one ID `wanted`.
+
+    Raises:
+        ConfigError: The logs lack the ID.
+    """
+    from can_train_tasks.can.data.graphs import counted
+
+    messages = _messages(logs)
+    found = [signal for signal in _signals(messages) if wanted in (None, signal.can_id)]
+    ids = _chosen_ids(messages, wanted)
+    rows = [row for each in ids for row in _rows(messages[each], each, found)]
+    without = sum(not any(signal.can_id == each for signal in found) for each in ids)
+    told = f"{counted(without, 'ID', 'have')} constant payloads or fewer than 20 frames: see --json"
+    return SignalReport(TextTable(f"Signals of {counted(len(ids), 'CAN ID')}", _COLUMNS, tuple(rows), _LEGEND),
+                        [told] if without else [], [_plain(messages[each], each, found) for each in ids])  # fmt: skip
+
+
+def _chosen_ids(ids: Iterable[int], wanted: int | None) -> list[int]:
+    from can_train_tasks.can.data.graphs import id_text
+
+    chosen = sorted({each for each in ids if wanted in (None, each)})
+    if not chosen:
         raise ConfigError("The logs have no such CAN ID" if wanted is not None else "The logs have no frames",
                           value="" if wanted is None else id_text(wanted),
                           remedy="Leave out --id: all IDs are listed")  # fmt: skip
-    if as_json:
-        print_json([_plain(messages[each], each, found) for each in ids])
-        return
-    rows = [row for each in ids for row in _rows(messages[each], each, found)]
-    print_tables([TextTable(f"Signals of {counted(len(ids), 'CAN ID')}", _COLUMNS, tuple(rows), _LEGEND)])
-    without = sum(not any(signal.can_id == each for signal in found) for each in ids)
-    if without:
-        print_aside(f"{counted(without, 'ID', 'have')} constant payloads or fewer than 20 frames: see --json")
+    return chosen
 
 
 _LEGEND: Final = (
@@ -79,6 +117,118 @@ _LEGEND: Final = (
     "little-endian: the least significant byte comes first",
     "as: the value of another ID that moves alike, with the correlation",
 )
+_DECLARED_LEGEND: Final = (_LEGEND[0], "outside: share of the frames with a value outside the declared range")
+_DECLARED_COLUMNS: Final = ("signal", "unit", "from", "to", "declared", "notes")
+
+
+def report_declared(logs: Sequence[Frames], wanted: int | None, database: Database, name: str) -> SignalReport:
+    """Decodes the signals that a database (called `name`) declares for the IDs of several logs.
+
+    Raises:
+        ConfigError: The logs lack the ID `wanted`.
+    """
+    import numpy as np
+
+    from can_train_tasks.can.data.graphs import Frames, counted, id_text
+
+    frames = Frames.concatenate(logs)
+    ids = _chosen_ids(np.unique(frames.can_id).tolist(), wanted)
+    messages = {each: message for each in ids if (message := database.message(each)) is not None}
+    plain = [_declared(logs, can_id, message) for can_id, message in messages.items()]
+    unknown = [{"id": id_text(each), "frames": int(np.count_nonzero(frames.can_id == each))}
+               for each in ids if each not in messages]  # fmt: skip
+    seen = {message.can_id for message in messages.values()}
+    unseen = [{"id": id_text(each.can_id), "message": each.name}
+              for each in database.messages if wanted is None and each.can_id not in seen]  # fmt: skip
+    asides = []
+    if unknown:
+        listed = _listed([str(each["id"]) for each in unknown])
+        asides.append(f"{counted(len(unknown), 'ID', 'are')} not in {name}: {listed}")
+    if unseen:
+        listed = _listed([f"{each['id']} {each['message']}" for each in unseen])
+        verb = "occurs" if len(unseen) == 1 else "occur"
+        asides.append(f"{counted(len(unseen), 'message')} of {name} never {verb}: {listed}")
+    title = f"Signals of {counted(len(messages), 'CAN ID')}, as {name} declares them"
+    rows = tuple(row for each in plain for row in _declared_rows(each))
+    whole = {"dbc": name, "messages": plain, "unknown_ids": unknown, "unseen_messages": unseen}
+    return SignalReport(TextTable(title, _DECLARED_COLUMNS, rows, _DECLARED_LEGEND), asides, whole)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:MOST_NAMED]) + (", …" if len(names) > MOST_NAMED else "")
+
+
+def _declared(logs: Sequence[Frames], can_id: int, message: DatabaseMessage) -> dict[str, Any]:
+    """Decodes the frames of an ID: for each signal its range, and the share of frames outside the declared range."""
+    import numpy as np
+
+    from can_train_tasks.can.data.graphs import Frames, id_text
+
+    own = [frames[frames.can_id == can_id] for frames in logs]
+    gaps = np.concatenate([np.diff(part.timestamp) for part in own])
+    frames = Frames.concatenate(own)
+    signals, covered = [], np.zeros_like(frames.payload)
+    for signal, where, values in message.decode(frames.payload, frames.length):
+        covered[where] |= np.packbits(np.isin(np.arange(8 * covered.shape[1]), signal.bits))
+        finite = values[np.isfinite(values)]
+        if len(finite):
+            signals.append(_observed(signal, finite, int(np.count_nonzero(where))))
+    return {"id": id_text(can_id), "message": message.name, "frames": len(frames),
+            "period_s": float(np.median(gaps)) if len(gaps) else None, "signals": signals,
+            "moving_bits_without_signal": _moving(frames, covered)}  # fmt: skip
+
+
+def _observed(signal: DatabaseSignal, values: Floats, frames: int) -> dict[str, Any]:
+    import numpy as np
+
+    low, high = float(values.min()), float(values.max())
+    # Rounding of a declared limit is no violation.
+    slack = abs(signal.scale) * ROUNDING
+    below = signal.low is not None and values < signal.low - slack
+    above = signal.high is not None and values > signal.high + slack
+    return {"name": signal.name, "unit": signal.unit, "frames": frames, "from": low, "to": high,
+            "declared_from": signal.low, "declared_to": signal.high,
+            "outside": round(float(np.mean(below | above)), 6),
+            "multiplexer": signal.multiplexer or None, "pages": list(signal.pages)}  # fmt: skip
+
+
+def _moving(frames: Frames, covered: NDArray[Any]) -> list[int]:
+    """Returns the bits that change among the frames in which no signal covers them."""
+    import numpy as np
+
+    there = np.where(np.arange(covered.shape[1]) < frames.length[:, None], ~covered, 0).astype(np.uint8)
+    ones, zeros = (np.bitwise_or.reduce(bits & there, axis=0) for bits in (frames.payload, ~frames.payload))
+    moving: list[int] = np.flatnonzero(np.unpackbits(ones & zeros)).tolist()
+    return moving
+
+
+def _declared_rows(message: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yields a row for a message, and below it a row for each signal."""
+    period = [] if message["period_s"] is None else [f"every {1000 * message['period_s']:.3g} ms"]
+    moving = _runs(message["moving_bits_without_signal"])
+    without = [f"no signal for moving bits {moving}"] if moving else []
+    yield f"{message['id']} {message['message']}", "", "", "", "", ", ".join([*period, *without])
+    for signal in message["signals"]:
+        declares = signal["declared_from"] is not None
+        declared = f"{signal['declared_from']:,.6g}..{signal['declared_to']:,.6g}" if declares else ""
+        pages = ", ".join(map(str, signal["pages"]))
+        notes = [f"if {signal['multiplexer']} is {pages}"] if signal["multiplexer"] else []
+        notes += ["never moves"] if signal["from"] == signal["to"] else []
+        notes += [f"{_share(signal['outside'])} outside"] if signal["outside"] else []
+        yield (f"  {signal['name']}", signal["unit"], f"{signal['from']:,.6g}", f"{signal['to']:,.6g}", declared,
+               ", ".join(notes))  # fmt: skip
+
+
+def _share(share: float) -> str:
+    return "all" if share == 1 else f"{max(100 * share, 0.1):.3g} %"
+
+
+def _runs(bits: Sequence[int]) -> str:
+    """Writes ascending numbers, with successive numbers as ranges: 3, 8-15."""
+    firsts = [bit for bit in bits if bit - 1 not in bits]
+    lasts = [bit for bit in bits if bit + 1 not in bits]
+    return ", ".join(f"{first}-{last}" if first < last else str(first)
+                     for first, last in zip(firsts, lasts, strict=True))  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

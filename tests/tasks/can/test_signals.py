@@ -1,9 +1,11 @@
 import json
+from pathlib import Path
 
 import pytest
 
 from can_train.cli.main import main
 from can_train_tasks.can.synthetic.writing import format_rows
+from fakes.databases import TRUCK_DBC
 from fakes.simulated_drives import benign_drive
 
 
@@ -42,6 +44,7 @@ def test_the_table_of_one_id_has_its_fields(log, capsys):
     [
         (["gone.log"], "There is no such log: gone.log"),
         (["LOG", "--id", "zz"], "--id is no hexadecimal CAN ID: 'zz'"),
+        (["LOG", "--dbc", "gone.dbc"], "The DBC file cannot be read: gone.dbc (No such file or directory)"),
         (["LOG", "--id", "7ff"], "The logs have no such CAN ID: 7FF"),
     ],
 )
@@ -50,3 +53,37 @@ def test_a_mistake_is_told_in_two_lines(log, words, error, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == f"error: {error}."
     assert len(lines) == 2
+
+
+def test_the_table_of_a_database_has_physical_values_and_what_it_lacks(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("truck.dbc").write_text(TRUCK_DBC)
+    # Speeds of 1,000, 1,100 and 8,159.88 revolutions a minute; the last byte moves, and belongs to no signal.
+    frames = ["0CF00400#F17D8C401FFFFF00", "0CF00400#F17D8C6022FFFF01", "0CF00400#F17D8CFFFEFFFF02", "123#00", "7FF#"]
+    Path("drive.log").write_text("".join(f"(0.{index}00000) can0 {each}\n" for index, each in enumerate(frames)))
+    assert main(["signals", "drive.log", "--dbc", "truck.dbc"]) == 0
+    printed = capsys.readouterr()
+    assert [line.rstrip() for line in printed.out.splitlines()] == [
+        "",
+        "Signals of 1 CAN ID, as truck.dbc declares them",
+        "signal                unit  from       to    declared notes",
+        "0CF00400 EEC1                                         every 100 ms, no signal for moving bits 62-63",
+        "  EngineTorqueMode             1        1       0..15 never moves",
+        "  DriversDemandTorque    %     0        0   -125..125 never moves",
+        "  ActualEngineTorque     %    15       15   -125..125 never moves",
+        "  EngineSpeed          rpm 1,000 8,159.88 0..8,031.88 33.3 % outside",
+        "  bits: counted from 0, the first byte's most significant bit",
+        "  outside: share of the frames with a value outside the declared range",
+    ]
+    assert printed.err.splitlines() == [
+        "2 IDs are not in truck.dbc: 123, 7FF",
+        "1 message of truck.dbc never occurs: 18FEF1FE CCVS1",
+    ]
+    assert main(["signals", "drive.log", "--dbc", "truck.dbc", "--id", "CF00400", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["messages"][0]["moving_bits_without_signal"] == [62, 63]
+    assert told["messages"][0]["signals"][-1] == {
+        "name": "EngineSpeed", "unit": "rpm", "frames": 3, "from": 1000.0, "to": 8159.875, "declared_from": 0.0,
+        "declared_to": 8031.875, "outside": 0.333333, "multiplexer": None, "pages": [],
+    }  # fmt: skip
+    assert (told["unknown_ids"], told["unseen_messages"]) == ([], [])
