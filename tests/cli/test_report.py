@@ -213,7 +213,7 @@ def test_parts_that_are_no_parts_are_not_shown(shelf: Shelf, change: dict[str, A
 
 
 @pytest.mark.parametrize("name", ["steps.jsonl", "metrics.jsonl", "plan.json", "memory_parts.json", "result.json",
-                                  "predictions/meta.json"])  # fmt: skip
+                                  "predictions.npz"])  # fmt: skip
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1}', '{"judgement": {"test": 1}}', "\x00"])
 def test_a_damaged_file_keeps_no_report_from_being_written(shelf: Shelf, name: str, text: str) -> None:
     run = shelf.put(1, shelf.resolved("gat", "normal"))
@@ -376,7 +376,7 @@ def test_limits_that_change_are_drawn_from_the_step_where_they_do() -> None:
 def test_the_recorded_scores_of_a_trained_run_are_those_that_were_judged(tmp_path: Path) -> None:
     run = finished_run("gat")
     judgement = json.loads((run / "result.json").read_text())["judgement"]["test"]
-    found = read_predictions(run / "predictions")
+    found = read_predictions(run / "predictions.npz")
     assert list(found) == list(judgement)
     for name, one in found.items():
         model, count = judgement[name]["model"], int((one.flagged & one.positive).sum())

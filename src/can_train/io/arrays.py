@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Self
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -239,7 +240,7 @@ def noticing_damage() -> Iterator[None]:
     """Turns the errors that reading a damaged file raises into `FolderDamageError`."""
     try:
         yield
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, EOFError, RuntimeError, BadZipFile) as error:
         raise FolderDamageError(str(error)) from error
 
 

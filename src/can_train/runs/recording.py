@@ -9,8 +9,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from can_train.io.arrays import ArrayWriter, discard_folder, read_arrays
-from can_train.io.records import open_to_append, parse_object, text_or_nothing, write_text_atomic
+from can_train.errors import StateError
+from can_train.io.arrays import noticing_damage
+from can_train.io.records import open_atomic, open_to_append, parse_object, text_or_nothing, write_text_atomic
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -211,42 +212,55 @@ def _records(lines: Iterable[Mapping[str, Any]], kind: type) -> list[Any]:
     return records
 
 
-def write_predictions(folder: Path, predictions: Mapping[str, Predictions]) -> None:
+def write_predictions(path: Path, predictions: Mapping[str, Predictions]) -> None:
     """Writes the predictions of a run for its test sets; earlier predictions are replaced. Single precision is enough
     for a chart.
 
     Raises:
-        StateError: The folder cannot be written.
+        StateError: The file cannot be written.
     """
     import numpy as np
 
-    discard_folder(folder)
-    if not predictions:
-        return
-    with ArrayWriter(folder, {name: (kind, ()) for name, kind in _ARRAYS.items()}) as writer:
-        for one in predictions.values():
-            times = one.time_s if len(one.time_s) else np.full(len(one.score), np.nan)
-            writer.append({"score": one.score, "positive": one.positive, "flagged": one.flagged, "time_s": times})
-        sets = [{"name": name, "samples": len(one.score), "words": one.words, "confusion": one.confusion}
-                for name, one in predictions.items()]  # fmt: skip
-        writer.finish({"sets": sets})
+    columns: dict[str, list[Any]] = {name: [] for name in _ARRAYS}
+    for one in predictions.values():
+        times = one.time_s if len(one.time_s) else np.full(len(one.score), np.nan)
+        for name, values in zip(_ARRAYS, (one.score, one.positive, one.flagged, times), strict=True):
+            columns[name].append(values)
+    sets = [{"name": name, "samples": len(one.score), "words": one.words, "confusion": one.confusion}
+            for name, one in predictions.items()]  # fmt: skip
+    try:
+        path.unlink(missing_ok=True)
+        if sets:
+            arrays: dict[str, Any] = {name: np.concatenate(values, dtype=_ARRAYS[name], casting="unsafe")
+                                      for name, values in columns.items()}  # fmt: skip
+            with open_atomic(path) as file:
+                np.savez(file, **arrays, sets=np.frombuffer(json.dumps(sets).encode(), np.uint8))
+    except OSError as error:
+        raise StateError("The predictions cannot be written", value=f"{path}: {error.strerror or error}",
+                         remedy="Free some space there, or make the folder writable") from error  # fmt: skip
 
 
-def read_predictions(folder: Path) -> dict[str, Predictions]:
+def read_predictions(path: Path) -> dict[str, Predictions]:
     """Reads the predictions of a run by the name of the test set; empty if the run has none.
 
     Raises:
-        FolderDamageError: A file is missing or altered.
+        FolderDamageError: The file is altered.
     """
     import numpy as np
 
     from can_train.task import Predictions
 
-    if not folder.exists():
+    if not path.exists():
         return {}
-    arrays, meta = read_arrays(folder, list(_ARRAYS))
+    # Opened here: NumPy leaves the file of a damaged archive open.
+    with noticing_damage(), path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+        # NumPy alone does not notice an altered header that asks for fewer bytes.
+        if altered := stored.zip.testzip():
+            raise ValueError(f"{altered} was altered")
+        arrays = {name: stored[name] for name in _ARRAYS}
+        sets = json.loads(stored["sets"].tobytes())
     predictions, start = {}, 0
-    for test_set in meta["sets"]:
+    for test_set in sets:
         columns = {name: array[start : start + test_set["samples"]] for name, array in arrays.items()}
         if np.isnan(columns["time_s"]).any():
             columns["time_s"] = np.empty(0, dtype=np.float32)

@@ -84,7 +84,7 @@ class RunFolder:
         self.memory_parts_path = path / "memory_parts.json"
         self.trial_path = path / "trial.json"
         self.log_path = path / "log.txt"
-        self.predictions_path = path / "predictions"
+        self.predictions_path = path / "predictions.npz"
         self.reference_models_path = path / "reference_models.json"
         self.attempts = Attempts(path)
         self._lock_path = path / "lock"
