@@ -17,7 +17,7 @@ from can_train.io.records import write_text_atomic
 from can_train.report.run_list import Condition, RunFilter, RunList, parse_since
 from can_train.runs.registry import Registry, RunRecord
 from can_train.runs.scheduler import AccountRow, SchedulerAnswer
-from can_train.runs.status import known_runs
+from can_train.runs.status import KnownRun, known_runs
 from fakes.finished_runs import Shelf
 from fakes.made_runs import RESULT, FakeScheduler, Runs, begin, end
 from fakes.run_facts import CLUSTER
@@ -156,6 +156,23 @@ def test_slurm_is_asked_once_about_a_run_that_ended_and_again_where_it_was_silen
     runs.submit(path, "8", time="2026-01-02T00:00:00+00:00")
     state(answering)
     assert len(answering.asked) == 2
+
+
+def test_the_end_of_a_run_is_looked_for_once_in_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, looked = Runs(tmp_path), list[str]()
+    for number in range(3):
+        begin(runs.add(number))
+
+    def look(self: RunList, run: KnownRun) -> int:
+        looked.append(run.run_id)
+        return identify(self, run)
+
+    identify = RunList._identify_end
+    monkeypatch.setattr(RunList, "_identify_end", look)
+    chosen = RunList(known_runs(runs.registry, runs.runs_dir), runs.state_dir, FakeScheduler()).select(RunFilter())
+    for run in chosen.runs:
+        assert (chosen.state(run), chosen.figures(run).device) == ("failed", "")
+    assert sorted(looked) == sorted(run.run_id for run in chosen.runs)
 
 
 def test_a_replaced_or_missing_file_is_noticed_in_a_folder_that_was_settled(

@@ -279,7 +279,7 @@ class RunList:
         self._statuses: dict[str, RunStatus] = {}
         self._entries: dict[str, _Entry] = {}
         self._table = _Table()
-        self._is_changed = False
+        self._is_changed = self._has_states = False
 
     @without_collections()
     def select(self, chosen: RunFilter) -> "RunList":
@@ -431,8 +431,11 @@ class RunList:
 
     def _settle(self) -> None:
         """Finds out the states of the runs without a result. SLURM is asked once about an ended run, or again
-        after an hour where it is silent.
+        after an hour where it is silent. The states of a list are found out once.
         """
+        if self._has_states:
+            return
+        self._has_states = True
         unsettled, now_s = [], int(time.time())
         for run in self.runs:
             entry = self._entries[run.path]
