@@ -6,6 +6,8 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any, Final
 
+_LONGEST_VALUE: Final = 200  # characters; a value may be a file's content
+_BEGINNING: Final = 24  # characters of a longer value that are shown
 _UNITS_S: Final = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -36,8 +38,9 @@ def seconds_between(start: str, end: str = "") -> float:
 
 
 def value_text(value: Any) -> str:
-    """Writes the value of a setting; an empty one is `none`."""
-    return "none" if value is None or value == "" else str(value)
+    """Writes the value of a setting; an empty one is `none`, and a very long one is cut."""
+    text = "none" if value is None or value == "" else str(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_BEGINNING]}…"
 
 
 def finite(value: Any) -> Any:

@@ -113,6 +113,8 @@ class CanDatasetSettings:
     """The one interface whose frames are read (`can0`), where a log has several; empty: all of them, as one bus."""
     benign_values: list[str] = field(default_factory=lambda: ["", "0", "r", "normal", "benign", "false", "none", "na"])
     """Label values (in any letter case) that mean: no attack. Any other is an attack; a word names its kind."""
+    dbc: str = ""
+    """A CAN database (DBC), which names the signals in alarms. A run keeps its messages, and needs the file once."""
     max_malformed: float = 0.01
     """A log is refused if a larger share of its rows is malformed, runs backwards in time or disagrees with its DLC."""
     window: int = 100
@@ -140,6 +142,10 @@ class CanDatasetSettings:
         check_choice("dataset.features", self.features, FEATURES)
         check_range("dataset.id_dropout", self.id_dropout, low=0.0, high=1.0)
         check_choice("dataset.time_unit", self.time_unit, TIME_UNITS)
+        if self.dbc:
+            from can_train_tasks.can.data.database import packed
+
+            object.__setattr__(self, "dbc", packed(self.dbc))
         check_range("dataset.max_malformed", self.max_malformed, low=0.0, high=1.0)
         check_range("dataset.window", self.window, low=2)
         check_range("dataset.stride", self.stride, low=0)
@@ -360,7 +366,7 @@ TASK = TaskSettings(
     example="--model gat --dataset synthetic",
     inputs=("name", "window", "features", "identity", "validation_share", "test_share", "synthetic"),
     follows={"stride": "window"},
-    inherited=("window", "stride", "features", "identity", "validation_share", "test_share"),
+    inherited=("window", "stride", "features", "identity", "dbc", "validation_share", "test_share"),
     modes={
         "normal": CanModeSettings,
         "autoencoder": CanModeSettings,

@@ -7,6 +7,10 @@ Bits are counted from 0, the most significant bit of the first byte. Shapes: M f
 
 from __future__ import annotations
 
+import base64
+import math
+import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from can_train.errors import ConfigError
+from can_train.io.records import expanded
 from can_train_tasks.can.data.graphs import LARGEST_SHORT_ID, Bools, Floats, Ints
 
 if TYPE_CHECKING:
@@ -26,6 +31,11 @@ MOST_BITS: Final = 64  # of a signal that is decoded: longer signals are texts
 _NO_MESSAGE: Final = "VECTOR__INDEPENDENT_SIG_MSG"  # holds signals that belong to no message
 _FLOATS: Final[Mapping[int, type[np.floating[Any]]]] = {16: np.float16, 32: np.float32, 64: np.float64}
 _PDU1_FORMATS: Final = 240  # J1939: below it, the second byte of an ID is a destination and not part of the group
+
+
+# The setting `dataset.dbc` of a run: the file's name and its messages, so that the run does not need the file again. No
+# character means anything in YAML or to Hydra.
+_PACKED: Final = re.compile(r"([^;]*);zlib,([A-Za-z0-9+/=]+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +106,15 @@ class DatabaseMessage:
     can_id: int
     is_j1939: bool = False  # any sender of the parameter group has its signals
     signals: Sequence[DatabaseSignal] = ()
+
+    def signals_in(self, bits: Sequence[int]) -> Sequence[DatabaseSignal]:
+        """Returns the signals with any of these bits; a signal of exactly these bits, in their order, alone.
+
+        A signal that is a number of its own in each frame has exactly these bits: it is not multiplexed, and no float.
+        """
+        exact = [each for each in self.signals
+                 if each.bits == tuple(bits) and not each.is_float and not each.multiplexer]  # fmt: skip
+        return exact[:1] or [each for each in self.signals if not set(each.bits).isdisjoint(bits)]
 
     def decode(self, payloads: Payloads, length: NDArray[np.uint8]) -> Iterator[tuple[DatabaseSignal, Bools, Floats]]:
         """Yields each signal that has values, the frames [M] that have it, and its physical values in these frames.
@@ -168,11 +187,51 @@ class Database:
         """
         return cls.parse(read_text(path), str(path))
 
+    @classmethod
+    def unpack(cls, setting: str) -> Database:
+        """Returns the database of the setting `dataset.dbc` of a run (see `packed`), which may be empty.
+
+        Raises:
+            ConfigError: The setting is damaged.
+        """
+        # Imported late: a listing of runs need not wait for it.
+        import msgspec
+
+        match = _PACKED.fullmatch(setting)
+        if match is None:
+            return cls()
+        try:
+            content = zlib.decompress(base64.b64decode(match[2]))
+            return cls(messages=msgspec.json.decode(content, type=list[DatabaseMessage]))
+        except (zlib.error, ValueError, msgspec.MsgspecError) as error:
+            raise ConfigError("The database in dataset.dbc is damaged", value=match[1],
+                              remedy="Name its file again: --set dataset.dbc=car.dbc") from error  # fmt: skip
+
     def message(self, can_id: int) -> DatabaseMessage | None:
         """Returns the message of an ID; of SAE J1939, the message of its parameter group."""
         if can_id in self._by_id or can_id <= LARGEST_SHORT_ID:
             return self._by_id.get(can_id)
         return self._by_group.get(_group(can_id))
+
+
+def packed(setting: str) -> str:
+    """Returns the setting `dataset.dbc` with the messages of the file that it names.
+
+    Raises:
+        ConfigError: There is no such file, it is no DBC, or cantools is not installed.
+    """
+    import msgspec
+
+    if _PACKED.fullmatch(setting):
+        return setting
+    path = expanded(setting)
+    content = zlib.compress(msgspec.json.encode(Database.read(path).messages), level=9)
+    return f"{path.name.replace(';', '_')};zlib,{base64.b64encode(content).decode()}"
+
+
+def packed_name(setting: str) -> str:
+    """Returns the name of the file that a setting of `packed` was read from."""
+    return setting.partition(";")[0]
 
 
 def read_text(path: Path) -> str:
@@ -202,7 +261,8 @@ def as_message(read: Any) -> DatabaseMessage:
 
 
 def _signal(read: Any) -> DatabaseSignal:
-    declares = read.minimum is not None and read.maximum is not None and read.minimum != read.maximum
+    limits = [math.nan if each is None else float(each) for each in (read.minimum, read.maximum)]
+    declares = math.isfinite(sum(limits)) and limits[0] != limits[1]
     return DatabaseSignal(
         name=read.name,
         bits=_bits(read.start, read.length, little_endian=read.byte_order == "little_endian"),
@@ -211,8 +271,8 @@ def _signal(read: Any) -> DatabaseSignal:
         is_float=read.is_float and read.length in _FLOATS,
         scale=float(read.scale),
         offset=float(read.offset),
-        low=float(read.minimum) if declares else None,
-        high=float(read.maximum) if declares else None,
+        low=limits[0] if declares else None,
+        high=limits[1] if declares else None,
         multiplexer=read.multiplexer_signal or "",
         pages=tuple(read.multiplexer_ids or ()),
     )

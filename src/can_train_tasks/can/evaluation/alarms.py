@@ -26,6 +26,7 @@ from can_train_tasks.can.contributions import (
     SILENCE,
 )
 from can_train_tasks.can.data.behaviour import BEHAVIOUR, WORDS
+from can_train_tasks.can.data.database import Database, DatabaseMessage
 from can_train_tasks.can.data.graphs import (
     EDGE_FEATURES,
     NODE_FEATURES,
@@ -49,6 +50,7 @@ NAMED_IDS: Final = 3  # IDs that a record names for a window
 TOLD_IDS: Final = 2  # IDs that the text of an alarm names
 TOLD_SHARE: Final = 0.2  # a second ID with at least this share of the cause is named
 NAMED_PROPERTIES: Final = 2  # properties that are named for an ID
+NAMED_SIGNALS: Final = 3  # signals that are named for a property
 
 USUAL_NOTE: Final = "Usually: the median of this ID over windows of the same log that are not flagged"
 
@@ -61,10 +63,24 @@ def _value_name(word: str) -> str:
     return f"payload bytes {word}" if first < second else f"payload bytes {second}-{first} (little-endian)"
 
 
+def _bits(word: str) -> list[int]:
+    """Returns the bits of a value in a payload, the most significant bit first (see `DatabaseSignal.bits`)."""
+    return [bit for byte in word.split("-") for bit in range(8 * int(byte) - 8, 8 * int(byte))]
+
+
+_SUBJECTS: Final = {
+    **{name: f"payload byte {number}" for number, name in enumerate(BYTES, 1)},
+    **{name: _value_name(word) for name, word in zip(JUMPS, WORDS, strict=True)},
+}
+# The bits of each property that is about bytes of a payload.
+_BITS: Final = {
+    **{name: _bits(str(number)) for number, name in enumerate(BYTES, 1)},
+    **{name: _bits(word) for name, word in zip(JUMPS, WORDS, strict=True)},
+}
 # Words for each property. The identity of a new ID is told as "not in benign training data".
 _WORDS: Final = {
     IDENTITY: "the ID itself",
-    **{name: f"payload byte {number} averages {{:.0f}}" for number, name in enumerate(BYTES, 1)},
+    **{name: f"{_SUBJECTS[name]} averages {{:.0f}}" for name in BYTES},
     FRAMES: "{:.0f} frames",
     LAST: "last seen at {:.0%} of the window",
     GAP: "{:.3g} ms from the frames beside it",
@@ -74,7 +90,7 @@ _WORDS: Final = {
     NEIGHBOURS: "{:.0f} other IDs beside it",
     LATENT: "its pattern as a whole",
     **{
-        name: f"{_value_name(word)} jump{'' if '-' in word else 's'} by {{:,.0f}}"
+        name: f"{_SUBJECTS[name]} jump{'' if '-' in word else 's'} by {{:,.0f}}"
         for name, word in zip(JUMPS, WORDS, strict=True)
     },
 }
@@ -96,17 +112,80 @@ _OF_BEHAVIOUR: Final[Mapping[str, tuple[str, Callable[[float], float]]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class NamedSignals:
+    """The signals of a database in the bytes of a property.
+
+    Attributes:
+        names: Names of the signals.
+        unit: Unit of the physical values; empty: none.
+        value: Physical value of the property; None where the bytes are not exactly one signal.
+        usual: Usual physical value of the property; None where it is not known.
+    """
+
+    names: Sequence[str]
+    unit: str = ""
+    value: float | None = None
+    usual: float | None = None
+
+    @classmethod
+    def of(cls, message: DatabaseMessage | None, name: str, values: Sequence[float | None]) -> "NamedSignals | None":
+        """Names the signals of a property with a value and a usual value; None where there are no signals."""
+        signals = [] if message is None or name not in _BITS else message.signals_in(_BITS[name])
+        if not signals:
+            return None
+        first, is_mean = signals[0], name in BYTES
+        # The mean of a byte says nothing about the mean of a signed value.
+        if list(first.bits) != _BITS[name] or first.is_float or first.multiplexer or (is_mean and first.signed):
+            return cls(names=[each.name for each in signals])
+        scale, offset = (first.scale, first.offset) if is_mean else (abs(first.scale), 0.0)
+        value, usual = (None if each is None else scale * each + offset for each in values)
+        return cls(names=[first.name], unit=first.unit, value=value, usual=usual)
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the signals as strict JSON."""
+        return {**vars(self), "names": list(self.names)}
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Property:
     """A property of an ID in a window; `value` or `usual` is None where it does not exist or is not known."""
 
     name: str
     value: float | None
     usual: float | None
+    signals: NamedSignals | None = None  # in the bytes of the property, if a database names them
 
     def text(self) -> str:
         """Tells the property in words, with the usual value if it is known."""
+        value, usual = self.figures()
         told = _WORDS[self.name].format(self.value)
-        return told if self.usual is None else f"{told} (usually {_USUAL_WORDS[self.name].format(self.usual)})"
+        if self.signals is not None and self.signals.value is not None:
+            action = "averages" if self.name in BYTES else "jumps by"
+            told = " ".join(filter(None, [self.signals.names[0], action, value, self.signals.unit]))
+        elif self.signals is not None:
+            names = self.signals.names[:NAMED_SIGNALS]
+            of = " of " + ", ".join(names) + (", …" if len(names) < len(self.signals.names) else "")
+            told = told.replace(_SUBJECTS[self.name], _SUBJECTS[self.name] + of, 1)
+        return told if self.usual is None else f"{told} (usually {usual})"
+
+    def figures(self) -> tuple[str, str]:
+        """Writes the value and the usual value, in physical units where the property is of one signal."""
+        if self.signals is not None and self.signals.value is not None:
+            return _number(self.signals.value), _number(self.signals.usual)
+        words = _USUAL_WORDS.get(self.name, "")
+        value, usual = ("" if each is None else words.format(each) for each in (self.value, self.usual))
+        return value, usual
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the property as strict JSON; only with a database it has `signal`."""
+        own = {"name": self.name, "value": self.value, "usual": self.usual}
+        return own if self.signals is None else {**own, "signal": self.signals.plain()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +198,11 @@ class Cause:
     frames: Property  # number of the ID's frames in the window
     share: float  # the ID's share of the rise of the score above the usual score
     properties: Sequence[Property]  # properties that drove the score most, in descending order
+    message: str = ""  # name of the ID's message; empty: no database has it
 
     def text(self, *, decimal: bool) -> str:
         """Tells the cause in words; `decimal` if the log has decimal IDs."""
-        name = named_id(self.can_id, decimal=decimal)
+        name = ", ".join(filter(None, [self.message, named_id(self.can_id, decimal=decimal)]))
         if not self.known:
             name += ", not in benign training data"
         # The number of frames is always told: a person who looks the ID up in the log needs it.
@@ -130,17 +210,18 @@ class Cause:
         frames = frames.replace("1 frames", "1 frame") if self.frames.value == 1 else frames
         told = [frames]
         for each in self.properties:
-            words = _USUAL_WORDS.get(each.name, "")
-            looks_usual = None not in (each.value, each.usual) and words.format(each.value) == words.format(each.usual)
+            value, usual = each.figures()
+            looks_usual = None not in (each.value, each.usual) and value == usual
             if each.name not in ((FRAMES,) if self.known else (FRAMES, IDENTITY)) and not looks_usual:
                 told.append(each.text())
         return f"{name}: " + "; ".join(told)
 
     def plain(self) -> dict[str, Any]:
         """Returns the cause as strict JSON."""
-        properties = [vars(each) for each in self.properties]
-        return {"id": id_text(self.can_id), "known": self.known, "frames": self.frames.value,
-                "share": round(self.share, 4), "properties": properties}  # fmt: skip
+        named = {"message": self.message} if self.message else {}
+        return {"id": id_text(self.can_id), **named, "known": self.known, "frames": self.frames.value,
+                "share": round(self.share, 4),
+                "properties": [each.plain() for each in self.properties]}  # fmt: skip
 
 
 # Returns the contributions [I, P] to the scores of windows [R].
@@ -155,6 +236,7 @@ class Explainer:
     contribute: Contribute
     vocabulary: Ints  # IDs of benign training windows
     usual_rows: Ints
+    database: Database = field(default_factory=Database)  # names messages and signals
     _known: Bools = field(init=False)  # [K] whether the ID is in the vocabulary
     _foreign: Bools = field(init=False)  # [K] IDs without usual values
     _usual_sums: Floats = field(init=False)  # [K, P] mean contributions of each ID
@@ -194,15 +276,17 @@ class Explainer:
             code = int(codes[position])
             strongest = np.argsort(-excess[position], kind="stable")[:NAMED_PROPERTIES]
             names = [PROPERTIES[index] for index in strongest if excess[position, index] > 0]
+            message = self.database.message(int(flat.ids[code]))
             frames, *properties = [
-                Property(name=name, value=value, usual=self._usual(code, name))
-                for name in (FRAMES, *names)
+                Property(name=name, value=value, usual=usual, signals=NamedSignals.of(message, name, (value, usual)))
+                for name, usual in ((name, self._usual(code, name)) for name in (FRAMES, *names))
                 # An ID without an earlier frame has no period and no change.
                 if (value := id_value(flat, row, position, name)) is not None or name not in _OF_BEHAVIOUR
             ]
             share, seconds = float(by_id[position]) / whole, float(flat.end_time[row] - flat.start_time[row])
             causes.append(Cause(can_id=int(flat.ids[code]), known=bool(self._known[code]), share=share, seconds=seconds,
-                                frames=frames, properties=properties))  # fmt: skip
+                                frames=frames, properties=properties,
+                                message="" if message is None else message.name))  # fmt: skip
         return causes
 
     def _usual(self, code: int, name: str) -> float | None:

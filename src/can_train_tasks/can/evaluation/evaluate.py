@@ -21,6 +21,7 @@ from can_train.config.resolved import EvaluationData, FinishedModel
 from can_train.errors import CanTrainError, CheckpointError
 from can_train.reporter import SilentReporter, TextTable
 from can_train.training.evaluate import Evaluation, Scorer, Verdict
+from can_train_tasks.can.data.database import Database
 from can_train_tasks.can.data.dataset import (
     CanData,
     find_prepared,
@@ -356,7 +357,8 @@ class WindowEvaluation(Evaluation):
         causes: dict[int, Sequence[Cause]] = {}
         if len(wanted):
             explainer = Explainer(flat=flat, contribute=contribute, vocabulary=self._model.vocabulary,
-                                  usual_rows=usual_windows(rows, flagged))  # fmt: skip
+                                  usual_rows=usual_windows(rows, flagged),
+                                  database=Database.unpack(self._request.dataset.dbc))  # fmt: skip
             causes = dict(zip(wanted.tolist(), explainer.causes(rows[wanted]), strict=True))
         first = flat.first_frame[rows]
         paths = [Path(source.path) for source in flat.sources]

@@ -24,6 +24,7 @@ from can_train.errors import CheckpointError, ConfigError, DataError, RunError
 from can_train.runs.trust import CodeTrust
 from can_train.training.evaluate import Scorer
 from can_train.training.loading import finished_model, load_finished
+from can_train_tasks.can.data.database import Database
 from can_train_tasks.can.data.graphs import (
     BENIGN,
     FlatGraphs,
@@ -145,7 +146,8 @@ def make_live_detector(
     dataset = replace(finished.run.dataset, format="auto", id_base="auto", byte_base="auto", columns=ColumnSettings(),
                       channel=request.channel)  # fmt: skip
     dataset = read_as_trained(dataset, judgement)
-    watch = Watch(hold=hold, threshold=threshold, calibrate_s=rule.calibrate_s, benign=benign, explain=request.explain)
+    watch = Watch(hold=hold, threshold=threshold, calibrate_s=rule.calibrate_s, benign=benign, explain=request.explain,
+                  database=Database.unpack(finished.run.dataset.dbc))  # fmt: skip
     return LiveDetector(model, open_input(request.source, dataset), watch)
 
 
@@ -159,6 +161,7 @@ class Watch:
         calibrate_s: Seconds at the beginning of the bus that are taken for benign; None: no calibration.
         benign: The benign scores of validation, which a calibration needs.
         explain: Whether an alarm names its causes.
+        database: Names the messages and signals of causes.
     """
 
     hold: Hold
@@ -166,6 +169,7 @@ class Watch:
     calibrate_s: float | None
     benign: BenignScores | None
     explain: bool
+    database: Database = field(default_factory=Database)
 
 
 class _Flagged(NamedTuple):
@@ -397,7 +401,7 @@ class LiveBus:
         flat = _flat_of(GraphBlock(**parts), self._window)
         model = self._model.on(flat)
         explainer = Explainer(flat=flat, contribute=lambda rows: contribute(model, rows), vocabulary=model.vocabulary,
-                              usual_rows=np.arange(len(usual)))  # fmt: skip
+                              usual_rows=np.arange(len(usual)), database=self._watch.database)  # fmt: skip
         return next(explainer.causes(np.array([len(usual)])))
 
 

@@ -1,4 +1,6 @@
 import sys
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,9 +10,11 @@ from cantools.database.conversion import BaseConversion
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from can_train.config.resolved import plain_from_yaml, plain_to_yaml
 from can_train.errors import ConfigError
 from can_train_tasks.can.data import database
 from can_train_tasks.can.data.database import Database
+from can_train_tasks.can.settings import CanDatasetSettings
 from fakes.databases import TRUCK_DBC
 
 BYTES = 8
@@ -89,3 +93,22 @@ def test_a_file_in_the_code_page_of_windows_is_read(tmp_path):
     file.write_bytes(TRUCK_DBC.replace('"rpm"', '"°C"').encode("cp1252"))
     message = Database.read(file).message(0x0CF00400)
     assert message.signals[-1].unit == "°C"
+
+
+def test_the_setting_of_a_run_has_the_whole_database_and_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = Path("truck.dbc")
+    file.write_text(TRUCK_DBC)
+    settings = CanDatasetSettings(dbc="truck.dbc")
+    file.unlink()
+    assert Database.unpack(settings.dbc) == Database.parse(TRUCK_DBC, "truck.dbc")
+    assert database.packed_name(settings.dbc) == "truck.dbc"
+    # As configurations write and read it.
+    plain = plain_from_yaml(plain_to_yaml(asdict(settings)))
+    assert plain["dbc"] == settings.dbc
+    assert replace(settings, window=50).dbc == settings.dbc
+    assert Database.unpack("") == Database()
+    with pytest.raises(ConfigError, match=r"^The DBC file cannot be read: truck\.dbc"):
+        CanDatasetSettings(dbc="truck.dbc")
+    with pytest.raises(ConfigError, match=r"^The database in dataset\.dbc is damaged: truck\.dbc"):
+        Database.unpack(settings.dbc[:-9] + "A" * 9)

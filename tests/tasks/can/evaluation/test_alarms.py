@@ -9,6 +9,7 @@ import pytest
 
 from can_train_tasks.can.contributions import FRAMES, GAP, NEIGHBOURS, PROPERTIES, SILENCE
 from can_train_tasks.can.data.behaviour import WORDS
+from can_train_tasks.can.data.database import Database, DatabaseMessage, DatabaseSignal
 from can_train_tasks.can.data.graphs import FlatGraphs, id_text
 from can_train_tasks.can.evaluation.alarms import (
     LEAST_USUAL_WINDOWS,
@@ -16,6 +17,7 @@ from can_train_tasks.can.evaluation.alarms import (
     Cause,
     Explainer,
     FlaggedLog,
+    NamedSignals,
     Property,
     id_value,
     usual_windows,
@@ -88,6 +90,51 @@ def test_a_property_that_looks_usual_is_not_told() -> None:
 )
 def test_a_value_that_jumps_is_told_with_its_bytes(name: str, said: str) -> None:
     assert Property(name=name, value=2013.0, usual=12.0).text() == said
+
+
+def signal(name: str, *bits: int, **more: Any) -> DatabaseSignal:
+    return DatabaseSignal(name=name, bits=bits, **more)
+
+
+SPEED = signal("Speed", *range(16, 32), scale=0.25, offset=-9.0, unit="rpm")
+CAR = Database(messages=[DatabaseMessage(can_id=A, name="Engine", signals=[
+    SPEED,
+    signal("Load", *range(40, 48), *range(32, 40), scale=-0.5, signed=True),
+    signal("Heat", *range(8), scale=0.5, offset=-40.0, unit="°C"),
+    signal("Slope", *range(8, 16), signed=True),
+    signal("Gear", *range(48, 52)),
+    signal("Lamp", 53),
+    signal("Paged", *range(56, 64), multiplexer="Gear", pages=(1,)),
+])])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("jump_3-4", "Speed jumps by 503 rpm (usually 3)"),
+        ("jump_4-3", "payload bytes 3-4 (little-endian) of Speed jump by 2,013 (usually 12)"),
+        ("jump_3", "payload byte 3 of Speed jumps by 2,013 (usually 12)"),
+        ("jump_6-5", "Load jumps by 1,006 (usually 6)"),
+        ("jump_2", "Slope jumps by 2,013 (usually 12)"),
+        ("jump_6-7", "payload bytes 6-7 of Load, Gear, Lamp jump by 2,013 (usually 12)"),
+        ("jump_8", "payload byte 8 of Paged jumps by 2,013 (usually 12)"),
+        ("byte_1", "Heat averages 966 °C (usually -34)"),
+        ("byte_2", "payload byte 2 of Slope averages 2013 (usually 12)"),
+        (GAP, "2.01e+03 ms from the frames beside it (usually 12 ms)"),
+    ],
+)
+def test_a_database_names_the_signal_of_bytes_and_its_physical_values(name: str, said: str) -> None:
+    signals = NamedSignals.of(CAR.message(A), name, (2013.0, 12.0))
+    assert Property(name=name, value=2013.0, usual=12.0, signals=signals).text() == said
+    assert Property(name=name, value=2013.0, usual=None, signals=signals).text() == said.partition(" (us")[0]
+
+
+def test_a_record_has_the_message_and_the_signal_only_with_a_database() -> None:
+    signals = NamedSignals.of(CAR.message(A), "jump_3-4", (2013.0, None))
+    told = [Property(name="jump_3-4", value=2013.0, usual=None, signals=each) for each in (signals, None)]
+    of_signal = {"names": ["Speed"], "unit": "rpm", "value": 503.25, "usual": None}
+    record = {"name": "jump_3-4", "value": 2013.0, "usual": None}
+    assert [each.plain() for each in told] == [{**record, "signal": of_signal}, record]
 
 
 def test_properties_are_what_the_window_shows() -> None:

@@ -108,6 +108,19 @@ def test_numbers_that_do_not_tell_their_base_are_read_as_in_the_training_data(tm
     assert alarms[0][1]["score"] == alarms[1][1]["score"]
 
 
+def test_a_run_names_messages_and_signals_of_its_database_without_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "car.dbc"
+    file.write_text('VERSION ""\nBU_: A\nBO_ 291 Forged: 8 A\n SG_ Torque : 0|16@1+ (0.5,0) [0|99] "Nm" A\n')
+    run = injected_run("gat", dataset__dbc=str(file))
+    file.unlink()
+    frames = drive()
+    expected = offline(run, write_log(tmp_path / "other.csv", frames), AlarmRule())["alarms"]
+    watched = Watched(run, candump(frames), tmp_path, explain=True)
+    for alarms in (expected, watched.of("alarm")):
+        assert {each["message"] for alarm in alarms for each in alarm["reasons"] if each["id"] == "123"} == {"Forged"}
+    assert "\n  Forged, ID 123, not in benign training data: " in " ".join(event.text for event in watched.events)
+
+
 COPIED_S = 1.0  # the copy in `copied_drive` is shorter
 RULES = [
     AlarmRule(),
