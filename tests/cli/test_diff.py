@@ -131,6 +131,8 @@ def test_micro_batches_of_two_lines_are_compared_with_as_many_samples(
         ((LINE, "--against", "nowhere"), "git rev-parse: fatal: Needed a single revision"),
         ((LINE, "--against=--all"), "--against is a revision: --all."),
         ((LINE, "no-such-run"), "no-such-run"),
+        ((LINE, LINE, "--target-gpu", "t4,h1000"), "error: Unknown GPU: 'h1000'. Nearest of 82: h100-80gb"),
+        ((LINE, LINE, "--target-gpu", ","), "error: --target-gpu names no GPU: ','."),
         ((f"{LINE} --lr 'x", LINE), "The quotes of a line are in pairs"),
         ((LINE.replace("Sums", "Sum"), LINE), "cannot be planned: Unknown class of sums.py: 'Sum'"),
     ],

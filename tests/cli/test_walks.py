@@ -6,6 +6,7 @@
 import os
 import re
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ import pytest
 from can_train.reporter import SilentReporter
 from can_train_tasks.can.settings import SyntheticSettings
 from can_train_tasks.can.synthetic.writing import write_synthetic
+from fakes.slurm_clusters import one_node
 from guards.sources import PACKAGE
 
 pytestmark = pytest.mark.slow
@@ -28,7 +30,7 @@ RECORDS: Final = ROOT / "tests" / "cli" / "walks"
 ROWS: Final = 24
 COLUMNS: Final = 80
 PROMPT: Final = "\x1b]133;A\x07$ "
-LONGEST_S: Final = 120
+LONGEST_S: Final = 60
 SECONDS: Final = 10  # of a simulated drive
 DRIVES: Final = {
     "drives/monday.csv": "train_02_with_attacks/DoS-1",
@@ -49,13 +51,19 @@ VARYING: Final = (
         r"\1  ━━",
     ),
     # Speed and time left of an epoch; the columns of a wide table leave no room for its speed.
-    (r"(?m)^( +\d+/\d+  .*?)( {2,}[\d,.]+)?( +[\d.]+ [KM]iB) +\d+:\d\d$", r"\1  N\3  T:TT"),
+    (r"(?m)^( *\d+/\d+  .*?)( {2,}[\d,.]+)?( +[\d.]+ [KM]iB) +\d+:\d\d$", r"\1  N\3  T:TT"),
     (r"\d+ trials?", "N trials"),
     (r"(?m)^time( +)\d.*", r"time\1T"),
     (r"\b\d+\.\d s\b", "T s"),
+    (r"step \d+/(\d+), epoch \d+/(\d+)", r"step N/\1, epoch N/\2"),
     (r"(saved|Continuing) at step \d+", r"\1 at step N"),
+    (r"(?m)^loss +[\d.]+ at best", "loss      N at best"),
+    (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "2026-01-02 03:04:05"),
+    (r"(?<![\d.])[ \d]\d s\b", " T s"),
+    # A log has more of these lines where a machine is slow.
+    (r"(?m)^(training|judging|finding what fits in memory): .*\n|^Waiting .*\n", ""),
     # A run that is stopped soon after its first epoch may have another one.
-    (r"(?m)^ +(?!1/)(\d+)/(?!\1 )\d+  .*\n", ""),
+    (r"(?m)^ *(?!1/)(\d+)/(?!\1 )\d+  .*\n", ""),
 )
 """What differs from run to run: ids, times, speeds, and the step in which Ctrl-C arrives."""
 
@@ -122,11 +130,12 @@ def clone() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def walk(folder: Path, lines: Sequence[Typed]) -> str:
+def walk(folder: Path, lines: Sequence[Typed], *, programs: Path | None = None) -> str:
     """Types lines in a clone; returns everything on the screen, as it is everywhere."""
     left_out = ("COLUMNS", "LINES", "NO_COLOR", "CAN_TRAIN_COMMAND")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment |= {"CAN_TRAIN_PYTHON": sys.executable, "CAN_TRAIN_HOME": str(folder / "state"), "TERM": "xterm",
+                    "PATH": os.pathsep.join([*([str(programs)] if programs else []), os.environ["PATH"]]),
                     "PYTHONPATH": str(PACKAGE.parent), "PS1": r"\[\e]133;A\a\]$ ", "INPUTRC": os.devnull}  # fmt: skip
     shell = pexpect.spawn("bash", ["--norc", "--noprofile"], cwd=str(folder), env=environment,
                           dimensions=(ROWS, COLUMNS), encoding="utf-8", timeout=LONGEST_S)  # fmt: skip
@@ -152,11 +161,17 @@ def same_everywhere(text: str, folder: Path) -> str:
     path = "\n?".join(map(re.escape, str(folder)))
     for pattern, word in ((path, "/home/ada/can-train"), *VARYING):
         text = re.sub(pattern, word, text)
+    text = re.sub(r"(?m)^Attempts\n(?:[^$\n].*\n)+", _same_attempts, text)
     return text.strip("\n").removesuffix("\n$") + "\n"
 
 
-def compare(name: str, folder: Path, lines: Sequence[Typed]) -> None:
-    path, seen = RECORDS / f"{name}.txt", walk(folder, lines)
+def _same_attempts(table: re.Match[str]) -> str:
+    """The name of this machine, and the columns that are as wide as it."""
+    return re.sub(r"─.*\n", "", re.sub(r" {2,}", "  ", table[0].replace(socket.gethostname(), "HOST")))
+
+
+def compare(name: str, folder: Path, lines: Sequence[Typed], *, programs: Path | None = None) -> None:
+    path, seen = RECORDS / f"{name}.txt", walk(folder, lines, programs=programs)
     if RECORDS_ANEW:
         path.write_text(seen, encoding="utf-8")
     assert seen == path.read_text(encoding="utf-8")
@@ -191,3 +206,19 @@ def test_a_person_with_logs_of_a_vehicle(clone: Path) -> None:
         Typed("./can-train show last"),
         Typed("./can-train evaluate last --dataset later.csv --flagged-only"),
     ])  # fmt: skip
+
+
+def test_a_person_on_a_cluster(clone: Path, tmp_path: Path) -> None:
+    (clone / "first.py").write_text(FIRST)
+    line = "./can-train --task first.py:Digits --batch-size 600 --device sim:64MiB --submit"
+    compare("cluster", clone, [
+        Typed("./can-train --task first.py:Digits --submit --partition gpu"),
+        Typed(f"{line} --time 8 hours"),
+        Typed(f"{line} --time 2h --epochs 20"),
+        Typed("./can-train logs last -f", stopped_at=" 1/20 "),
+        Typed("./can-train cancel last"),
+        Typed("./can-train status last"),
+        Typed("./can-train resume last --time 10min"),
+        Typed("./can-train logs last -f"),
+        Typed("./can-train runs"),
+    ], programs=one_node(tmp_path))  # fmt: skip

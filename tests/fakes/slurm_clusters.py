@@ -30,6 +30,43 @@ case "$program $*" in
     sbatch*) cat sbatch;;
 esac
 """
+ONE_NODE: Final = r"""#!/bin/sh
+here=@folder@
+program=${0##*/}
+alive() { kill -0 "$(cat $here/$1.pid)" 2> /dev/null; }
+case "$program $*" in
+    sbatch*--help*|srun*--help*) exit 1;;
+    sbatch*)
+        number=$(($(ls $here/*.job 2> /dev/null | wc -l) + 41))
+        for script; do :; done
+        cp "$script" $here/$number.job
+        log=$(sed -n "s/^#SBATCH --output=//p" "$script" | sed "s/%j/$number/")
+        SLURM_JOB_ID=$number SLURM_CLUSTER_NAME=alpha SLURM_JOB_NODELIST=n1 SLURM_JOB_NUM_NODES=1 SLURM_NTASKS=1 \
+            SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_JOB_PARTITION=main \
+            setsid bash "$script" >> "$log" 2>&1 < /dev/null &
+        echo $! > $here/$number.pid
+        echo "Submitted batch job $number";;
+    srun*)
+        while :; do case $1 in --output) log=$2; shift 2;; -*) shift;; *) break;; esac; done
+        exec "$@" >> "$(echo "$log" | sed "s/%j/$SLURM_JOB_ID/; s/%t/0/")" 2>&1;;
+    scancel*)
+        for number; do kill -TERM $(ps -o pid= --ppid "$(cat $here/$number.pid)"); done;;
+    squeue*)
+        for job in $here/*.job; do
+            number=$(basename $job .job)
+            name=$(sed -n "s/^#SBATCH --job-name=//p" $job)
+            alive $number && echo "$number|RUNNING|None|n1|N/A|1:00:00|$name"
+        done; exit 0;;
+    sacct*) exit 0;;
+    scontrol*show*job*)
+        for number; do :; done
+        log=$(sed -n "s/^#SBATCH --output=//p" $here/$number.job | sed "s/%j/$number/")
+        echo "JobId=$number JobName=x StdOut=$log Requeue=1 Restarts=0";;
+    scontrol*) cat "@records@/$2s.txt";;
+esac
+"""
+"""SLURM's programs of a cluster that starts each job at once, as a process of this machine."""
+
 RECORDS: Final = Path(__file__).parents[1] / "fixtures" / "slurm"
 
 
@@ -70,3 +107,15 @@ class Clusters:
     def cancelled(self, cluster: str) -> list[str]:
         """The jobs that a cluster was asked to cancel."""
         return (self._folder / cluster / "cancelled").read_text().split()
+
+
+def one_node(folder: Path) -> Path:
+    """Makes the programs of a cluster that runs its jobs; returns their folder."""
+    jobs, programs = folder / "jobs", folder / "programs"
+    jobs.mkdir()
+    programs.mkdir()
+    for name in ("sbatch", "srun", "scancel", "squeue", "sacct", "scontrol"):
+        path = programs / name
+        path.write_text(ONE_NODE.replace("@folder@", str(jobs)).replace("@records@", str(RECORDS)))
+        path.chmod(0o755)
+    return programs

@@ -314,7 +314,7 @@ def test_no_other_name_is_that_of_several_cards() -> None:
     ],
 )
 def test_an_unknown_card_lists_the_nearest_first(text: str, nearest: str) -> None:
-    with pytest.raises(ConfigError, match=rf"Unknown GPU: '{text}'\.\nNearest of 82: ({nearest}), .*--target-memory"):
+    with pytest.raises(ConfigError, match=rf"Unknown GPU: '{text}'\.\nNearest of 82: ({nearest}), .*-gpu 16GiB"):
         find_card(text)
 
 

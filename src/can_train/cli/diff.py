@@ -16,6 +16,7 @@ import typer
 
 from can_train.cli.output import Quiet, print_aside, print_json, print_tables, print_text
 from can_train.cli.run_locator import AsJson, RunLocator, RunsDir, StateDir, TrustCode
+from can_train.cli.train_options import check_targets
 from can_train.config.resolved import plain_to_yaml
 from can_train.errors import CanTrainError, ConfigError, GrewError
 from can_train.io.units import size_text
@@ -71,6 +72,7 @@ def diff(  # noqa: PLR0913 - Typer makes an option of each argument
         needed = "two lines or runs" if against is None else "one line, beside --against"
         raise ConfigError(f"diff compares {needed}", value=f"{len(sides)} given",
                           remedy='Quote a line: can-train diff "--task my_file.py:MyTask" RUN')  # fmt: skip
+    check_targets(target_gpu)
     common = [*(["--target-gpu", target_gpu] if target_gpu else []), *(["--state-dir", state_dir] if state_dir else [])]
     with TemporaryDirectory(prefix="can-train-diff-") as folder:
         locator = RunLocator(runs_dir, state_dir)

@@ -481,7 +481,7 @@ def check_kind(kind: str) -> Finding:
         return Finding("--target-gpu", NOTE, f"knows the cluster's {kind} as {' or '.join(keys)}",
                        f"Say which: --target-gpu {keys[0]}")  # fmt: skip
     return Finding("--target-gpu", NOTE, f"does not know the cluster's {kind}",
-                   "Plan for one by its memory, with --target-memory 16GiB")  # fmt: skip
+                   "Plan for one by its memory, with --target-gpu 16GiB")  # fmt: skip
 
 
 # SLURM

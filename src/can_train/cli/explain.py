@@ -11,7 +11,7 @@ from can_train.cli import output
 from can_train.cli.output import Verbosity
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode, flag_values
 from can_train.cli.train import RunFile, resolve_file
-from can_train.cli.train_options import OPTIONS, Flags, check_flags, make_command, resolve_runs
+from can_train.cli.train_options import OPTIONS, Flags, check_flags, check_targets, make_command, resolve_runs
 from can_train.config.settings import split_list
 from can_train.config.task_settings import task_names
 from can_train.errors import ConfigError
@@ -57,6 +57,7 @@ def explain(  # noqa: PLR0913 - Typer makes an option of each argument
     """Show which parts make the peak of a run's training step, and changes that shrink it; or of a training line:
     can-train explain --model ... --dataset ...
     """
+    check_targets(target_gpu)
     locator = RunLocator(runs_dir, state_dir)
     folder = locator.find(run).folder
     output.print_starting(Verbosity.of(quiet=quiet, verbose=False))
@@ -101,6 +102,7 @@ def _check(flags: Flags) -> None:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag} has no effect with can-train explain", remedy="Leave it out")
     check_flags(flags)
+    check_targets(flags["target_gpu"])
 
 
 def _print_flags(runs: "Sequence[ResolvedRun]", flags: Flags) -> None:
@@ -123,8 +125,6 @@ def _print(  # noqa: PLR0913 - what is explained, and how it is printed
     from can_train.training.explain import explanation_tables
 
     gpus = split_list(target_gpu or "")
-    if target_gpu is not None and not gpus:
-        raise ConfigError("--target-gpu names no GPU", value=repr(target_gpu), remedy="Name one: h100-80gb")
     reporter = output.make_reporter(Verbosity.of(quiet=quiet, verbose=False))
     explained = [each for run in runs for each in explain_run(run, gpus, reporter, plan=plan, changes=changes)]
     if folder is not None and (plan is not None or not gpus):

@@ -11,8 +11,9 @@ import typer
 
 from can_train.cli.output import print_aside, print_log
 from can_train.cli.run_locator import RunLocator, RunOrSweep, RunsDir, StateDir
-from can_train.errors import RUN_FAILED, ConfigError, RunError, with_command_name
+from can_train.errors import RUN_FAILED, ConfigError, RunError
 from can_train.io.records import open_regular
+from can_train.reporter import COLUMNS, wrapped
 from can_train.runs.run_folder import short_name
 from can_train.runs.run_state import FINISHED, RunFacts
 from can_train.runs.status import KnownRun, RunStatus, read_tail, run_logs, run_statuses
@@ -177,4 +178,4 @@ def _print_new(log: GrowingLog) -> bool:
 
 def _note(text: str) -> None:
     # Not into standard output, which is the log's.
-    print_aside(with_command_name(text))
+    print_aside(wrapped(text, COLUMNS))

@@ -6,10 +6,10 @@ import re
 import shlex
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from textwrap import shorten
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from can_train import __version__
-from can_train.cli.output import print_aside, print_json, print_text
+from can_train.cli.output import print_aside, print_error, print_json, print_text
 from can_train.config.resolved import default_task
 from can_train.config.settings import canonical_name
 from can_train.config.task_settings import (
@@ -107,6 +107,7 @@ _OFF: Final = ("false", "no", "off", "0")
 _UsageError: Final[Any] = typer.BadParameter.__base__
 _HELP_ALL: Final = "--help-all"
 _SUGGESTIONS: Final = 5
+_UNEXPECTED: Final = "Unexpected argument"
 _LINE: Final = 80  # columns of the list of commands
 _STOPPED: Final = "interrupted"
 _BROKEN_PIPE: Final = 128 + 13  # the exit code of a process that SIGPIPE ends
@@ -244,8 +245,14 @@ def _load_command(name: str, words: Sequence[str]) -> Any:
     return make(words) if make is not None else getattr(module, name.replace("-", "_"))
 
 
+def _training_flags() -> Collection[str]:
+    from can_train.cli.train_options import OPTIONS
+
+    return OPTIONS.keys()
+
+
 def _print_error(error: CanTrainError, *, as_json: bool) -> int:
-    print_aside(f"error: {error}")
+    print_error(error)
     try:
         if as_json and not error.in_json:
             print_json({"error": error.to_plain()})
@@ -291,7 +298,10 @@ class Command(TyperCommand):
             rest = super().parse_args(ctx, checked)
         except _UsageError as error:
             values = {flag: value for flag, (_, value) in given.items()}
-            raise self._in_own_words(error, values, ctx.command_path) from error
+            told = self._in_own_words(error, values, ctx.command_path)
+            if told.rule.startswith(_UNEXPECTED):
+                told.remedy = self._quoted_value(args) or told.remedy
+            raise told from error
         for parameter in self.params:
             value = ctx.params.get(parameter.name)
             # An unset variable of a script gives an empty value; `--model-args` may well have one.
@@ -363,7 +373,19 @@ class Command(TyperCommand):
             return ConfigError("A flag and its value are two words", value=repr(spelling),
                                remedy=f"Leave out the quotes: {spelling}")  # fmt: skip
         nearest = ", ".join(nearest_first(flag, self._options())[:_SUGGESTIONS])
+        if self.name == "resume" and command.replace("-", "_") in _training_flags():
+            nearest += f"; with other settings, a new run: {command_name()} resubmit RUN {flag} ..."
         return ConfigError("Unknown flag", value=spelling, remedy=f"Nearest: {nearest}")
+
+    def _quoted_value(self, args: Sequence[str]) -> str:
+        """Returns the remedy for a value of several words without quotes; empty where no flag has one."""
+        options = self._options()
+        for flag, *words in zip(args, args[1:], args[2:], strict=False):
+            takes_value = not getattr(options.get(_canonical_flag(flag)), "is_flag", True)
+            if flag.startswith("--") and "=" not in flag and takes_value and not any(w.startswith("-") for w in words):
+                value = " ".join(takewhile(lambda word: not word.startswith("-"), args[args.index(flag) + 1 :]))
+                return f"A value of several words has quotes: {flag} {shlex.quote(value)}; else leave it out"
+        return ""
 
     def _in_own_words(self, error: Any, given: Mapping[str, str], command: str) -> ConfigError:
         """Rewrites an error of Typer's parser as rule, value and remedy; `given` has the values by flag."""
@@ -377,7 +399,7 @@ class Command(TyperCommand):
         if parameter is None:
             # `Got unexpected extra argument(s) (foo bar)`
             words = error.message.partition(" (")[2].rstrip(")") or error.message
-            return ConfigError(f"Unexpected argument{'s' if ' ' in words else ''} '{words}'",
+            return ConfigError(f"{_UNEXPECTED}{'s' if ' ' in words else ''} '{words}'",
                                remedy=f"Leave it out. {see_help}")  # fmt: skip
         name = _shown(parameter)
         if not error.message:

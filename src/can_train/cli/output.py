@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from can_train.errors import CONTROL, ConfigError, printable
+from can_train.errors import CONTROL, ConfigError, command_name, printable
 from can_train.report.text import finite
 from can_train.reporter import (
     COLUMNS,
@@ -46,6 +46,7 @@ _GAP: Final = "  "
 _UNBOUNDED: Final = 10_000
 _COLOUR: Final = re.compile(r"(\x1b\[[\d;:]{0,64}m)")
 _RESET: Final = "\x1b[m"
+_KEY: Final = len("^C")
 _MOST_BAR: Final = 10  # characters of a bar
 _LEAST_BAR: Final = 4
 _LINE: Final = "━"
@@ -107,6 +108,17 @@ def print_log(text: str) -> None:
 def print_aside(text: str) -> None:
     """Prints to standard error, with control characters as text."""
     LineReporter(sys.stderr).write(text)
+
+
+def print_error(error: object) -> None:
+    """Prints an error to standard error. In a terminal, lines are broken between words, except lines with a command: a
+    broken command cannot be typed.
+    """
+    lines = f"error: {error}".split("\n")
+    if sys.stderr.isatty():
+        columns = get_terminal_size((COLUMNS, 0)).columns
+        lines = [line if command_name() in line or " --" in line else wrapped(line, columns) for line in lines]
+    print_aside("\n".join(lines))
 
 
 def print_note(text: str) -> None:
@@ -303,7 +315,8 @@ class TerminalReporter:
         class Line(ProgressColumn):
             # The terminal may get another width while the bar is drawn.
             def render(self, task: Any) -> Text:
-                return Text.assemble(*bar.parts(console.width), no_wrap=True, overflow="crop")
+                # Room for the `^C` that a terminal prints behind the bar: it stays on the bar's line, which is erased.
+                return Text.assemble(*bar.parts(console.width - _KEY), no_wrap=True, overflow="crop")
 
         console = self._console
         with Progress(Line(), console=console) as progress:

@@ -25,6 +25,7 @@ from can_train.cli.train_options import (
     Flags,
     Option,
     check_flags,
+    check_targets,
     make_command,
     make_request,
     resolve_runs,
@@ -177,9 +178,7 @@ def _check_train_flags(flags: Flags) -> Sequence[str]:
     for name in ("target_gpu", "target_memory", "show_config"):
         if flags[name] and not flags["dry_run"]:
             raise ConfigError(f"--{name.replace('_', '-')} has no effect without --dry-run", remedy="Add --dry-run")
-    gpus = flags["target_gpu"]
-    if gpus is not None and not split_list(gpus):
-        raise ConfigError("--target-gpu names no GPU", value=repr(gpus), remedy="Name one: --target-gpu h100-80gb")
+    check_targets(flags["target_gpu"])
     Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"])
     return split_names(flags["after"]) if flags["after"] else ()
 
@@ -264,7 +263,7 @@ def _train_runs(runs: Sequence["ResolvedRun"], ranks: "Ranks", verbosity: Verbos
             except CanTrainError as error:
                 if len(runs) == 1:
                     raise
-                output.print_aside(f"error: {error}")
+                output.print_error(error)
                 failed.append(number)
     if failed:
         some = FailedRunError("Some runs failed", value=f"{', '.join(map(str, failed))} of {len(runs)}",
@@ -372,7 +371,7 @@ def _train_trials(planned: "PlannedSearch", verbosity: Verbosity, *, as_json: bo
             # A loss that is no longer finite, a model that does not fit: the other trials may be good.
             if error.exit_code != RUN_FAILED:
                 raise
-            output.print_aside(f"error: {error}")
+            output.print_error(error)
 
     planned.make()
     more = f"compare {planned.search.name}"
@@ -681,7 +680,7 @@ def continue_in_job(folder: "RunFolder", stops: "StopRequests") -> None:
         if outcome is not None:
             _print_outcome(outcome, Verbosity.NORMAL)
     except CanTrainError as error:
-        output.print_aside(f"error: {error}")
+        output.print_error(error)
         raise SystemExit(error.exit_code) from error
 
 

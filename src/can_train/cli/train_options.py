@@ -275,6 +275,20 @@ def check_flags(flags: Flags) -> None:
         raise ConfigError(f"{name} has no effect with --submit: a job prints into its log", remedy=f"Leave {name} out")
 
 
+def check_targets(text: str | None) -> None:
+    """Raises ConfigError if a value of --target-gpu names no GPU, or one that the catalogue does not have."""
+    # msgspec, which `can-train --help` does not need, comes with the catalogue.
+    from can_train.memory.catalogue import split_count, target_card
+
+    names = split_list(text or "")
+    if text is not None and not names:
+        raise ConfigError("--target-gpu names no GPU", value=repr(text), remedy="Name one: --target-gpu h100-80gb")
+    for _, name in map(split_count, names):
+        # The size of a simulated GPU is read where it is opened.
+        if not name.startswith("sim:"):
+            target_card(name)
+
+
 def make_request(
     flags: Flags, *, model: str | None, dataset: str | None, mode: str | None, size: str | None
 ) -> "RunRequest":

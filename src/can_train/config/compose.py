@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -631,6 +632,9 @@ def _apply(config: DictConfig, overrides: Sequence[Override]) -> DictConfig:
         key, is_open = override.key, override.key.startswith(tuple(f"{group}." for group in _OPEN_GROUPS))
         if key not in known and not is_open:
             nearest = ", ".join(map(_as_given, _nearest_settings(key, known)[:_SUGGESTIONS]))
+            if key.startswith(_SETTINGS) and not any(name.startswith(_SETTINGS) for name in known):
+                raise ConfigError("This task has no settings of its own", value=_as_given(key),
+                                  remedy="Write them as fields of its class Settings; see docs/tasks.md")  # fmt: skip
             raise ConfigError("Unknown setting", value=repr(_as_given(key)), remedy=f"Nearest: {nearest}")
         value, node = _value(config, override, is_open=is_open), OmegaConf.select(config, key)
         if OmegaConf.is_dict(node) and not override.grammar and isinstance(value, str):
@@ -1008,7 +1012,9 @@ def _dataset(task: TaskSettings, text: str | None, folders: Sequence[Path]) -> t
         stem = path.resolve().name if path.is_dir() else path.resolve().name.split(".")[0]
         slug = re.sub(r"[^a-z0-9]+", "_", stem.lower()).strip("_") or "log"
         return "", {"dataset.path": str(path), "dataset.name": slug}
-    raise unknown_name("data set", text, named, more="; or give the path of a file or a folder that exists")
+    here = get_close_matches(text, [each.name for each in Path().iterdir()])
+    near = f": {', '.join(map(shlex.quote, here))}" if here else ""
+    raise unknown_name("data set", text, named, more=f"; or give the path of a file or a folder that exists{near}")
 
 
 def _misfit(error: OmegaConfBaseException, key: str, value: Any) -> ConfigError:

@@ -58,8 +58,8 @@ def limits_notices(limits: DeviceLimits) -> Iterator[str]:
             residual = f"the probes lie up to {phase.model.relative_residual:.0%} off"
             yield f"The memory of {mode} does not follow its features ({names}): {residual}; {basis}"
         elif not limits.recorded and abs(phase.measured_ratio - 1) > EXPLAINED:
-            measured = f"{phase.measured_ratio:.1%} of what the probes predicted"
-            yield f"A full batch of {mode} measured {measured} from its features ({names}); sizes rest on that trial"
+            took = f"{phase.measured_ratio:.1%} of the memory predicted from small batches ({names})"
+            yield f"A full batch of {mode} took {took}; the sizes rest on the full batch"
     model, means = limits.training.model, limits.training.mean_totals
     shares = [
         (feature, coefficient * mean ** max(feature.padding, 1))

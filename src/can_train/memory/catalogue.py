@@ -10,10 +10,13 @@ from typing import Final
 
 from can_train.errors import ConfigError, StateError, unknown_name
 from can_train.io.records import SCHEMA, Count, parse_document, read_bytes, write_json_atomic
+from can_train.io.units import parse_size, size_text
 from can_train.reporter import Reporter
 
 MIB: Final = 2**20
 GIB: Final = 2**30
+# Several GPUs of a kind: 2xrtx-4090.
+_SEVERAL: Final = re.compile(r"(?P<count>[1-9]\d*) ?[x×*] ?(?P<name>\D.*|\d+ ?[KMGT]i?B)", re.IGNORECASE)
 UNKNOWN: Final = "unknown"  # generation of a GPU that is not in the catalogue
 UNKNOWN_CAVEAT: Final = (
     "A GPU that is named by its memory may be of any generation: the plan is for the one whose kernels take most"
@@ -426,6 +429,30 @@ def other_card(total_bytes: int) -> Card:
     return Card("GPU", max(1, round(total_bytes / GIB)), total_bytes, UNKNOWN, _MOST_THREADS, desktop=True)
 
 
+def split_count(text: str) -> tuple[int, str]:
+    """Splits the number of GPUs off the name of a target: `2xrtx-4090`."""
+    several = _SEVERAL.fullmatch(text.strip())
+    return (int(several["count"]), several["name"]) if several is not None else (1, text)
+
+
+def target_card(text: str) -> Card:
+    """Finds the card of the name of a target, which may be the whole memory of another GPU: `16GiB`.
+
+    Raises:
+        ConfigError: There is no such card, or its memory is less than any training needs.
+    """
+    try:
+        card = other_card(parse_size(text))
+    except ConfigError:
+        return find_card(text)
+    reserved = sum(use.num_bytes for use in usable(card).subtracted)
+    if reserved >= card.total_bytes:
+        rule = f"A GPU is named by its whole memory, of which a training cannot use {size_text(reserved)}"
+        remedy = "Give a larger one: 16GiB; or give what a training can use: --device sim:512MiB"
+        raise ConfigError(rule, value=text, remedy=remedy)
+    return card
+
+
 def bandwidth_gb_s(key: str) -> int:
     """Returns the bandwidth of the memory of a kind of device in GB/s; 0: not known."""
     return _BANDWIDTH_GB_S.get(key, 0)
@@ -455,7 +482,7 @@ _GIGABYTE: Final = ("gb", "g", "gib", "")  # how the unit behind a size is spelt
 _SHOWN: Final = (0.87, 1.03)
 
 
-def find_card(text: str, *, by_memory: str = "--target-memory 16GiB") -> Card:
+def find_card(text: str, *, by_memory: str = "--target-gpu 16GiB") -> Card:
     """Finds the card of a key, or of a driver's, a scheduler's or a person's name for it. Raises ConfigError where the
     catalogue has no card of this name, or has it in several memory sizes; `by_memory` is an example, for the message,
     of a GPU given by its memory.

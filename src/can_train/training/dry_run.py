@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +26,6 @@ from can_train.fit.planner import Planner, Planners, on_no_rung
 from can_train.fit.run_plan import RunPlan
 from can_train.fit.rungs import SPLIT_ALONE, Rung
 from can_train.fit.sharding import fits_whole, sharded_weights, unshardable_because
-from can_train.io.units import parse_size, size_text
 from can_train.memory import catalogue, meters
 from can_train.memory.catalogue import UsableMemory
 from can_train.reporter import Reporter, SilentReporter
@@ -47,9 +45,6 @@ _LITTLE_IN_USE: Final = 0.7
 
 # Batches that are tried for a small GPU: its room is then known to 2 % of itself.
 _TRIALS: Final = 4
-
-# Several GPUs of a kind: 2xrtx-4090.
-_SEVERAL: Final = re.compile(r"(?P<count>[1-9]\d*) ?[x×*] ?(?P<name>\D.*|\d+ ?[KMGT]i?B)", re.IGNORECASE)
 
 
 def find_targets(run: ResolvedRun, names: Sequence[str], reporter: Reporter) -> list[UsableMemory]:
@@ -71,27 +66,12 @@ def find_targets(run: ResolvedRun, names: Sequence[str], reporter: Reporter) -> 
 
 
 def _named_target(run: ResolvedRun, name: str, reporter: Reporter) -> UsableMemory:
-    several = _SEVERAL.fullmatch(name.strip())
-    if several is not None:
-        return replace(_named_target(run, several["name"], reporter), count=int(several["count"]))
-    if name.startswith("sim:"):
-        return _device_target(name, reporter)
-    card = _card_of_size(name) or catalogue.find_card(name)
-    return catalogue.usable(card, catalogue.read_gpu_constants(state_dir(run.paths), card.key, reporter))
-
-
-def _card_of_size(text: str) -> catalogue.Card | None:
-    """Makes a card of the memory of a GPU; None where the text is no size."""
-    try:
-        card = catalogue.other_card(parse_size(text))
-    except ConfigError:
-        return None
-    reserved = sum(use.num_bytes for use in catalogue.usable(card).subtracted)
-    if reserved >= card.total_bytes:
-        rule = f"A GPU is named by its whole memory, of which a training cannot use {size_text(reserved)}"
-        remedy = "Give a larger one: 16GiB; or give what a training can use: --device sim:512MiB"
-        raise ConfigError(rule, value=text, remedy=remedy)
-    return card
+    count, one = catalogue.split_count(name)
+    if one.startswith("sim:"):
+        return replace(_device_target(one, reporter), count=count)
+    card = catalogue.target_card(one)
+    constants = catalogue.read_gpu_constants(state_dir(run.paths), card.key, reporter)
+    return replace(catalogue.usable(card, constants), count=count)
 
 
 def _device_target(device: str, reporter: Reporter) -> UsableMemory:

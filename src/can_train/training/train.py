@@ -56,7 +56,7 @@ from can_train.fit.search import NO_RECORDING
 from can_train.fit.sharding import Shards
 from can_train.fit.step_time import TimedSize
 from can_train.io.records import check_writable, is_file, open_to_append, this_host, write_json_atomic
-from can_train.io.units import size_text
+from can_train.io.units import counted, size_text
 from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import forget_frames, headline, is_host_memory, without_others
@@ -444,8 +444,8 @@ def make_session(parts: Parts, factor: FactorRule, *, as_shards: bool = False) -
         reporter.notice(f"Continuing at step {session.progress.step}")
         if parts.folder.goes_on_for_longer(session.progress.step):
             epochs, lr = parts.training.epochs, session.engine.optimization.lr
-            text = f"The run now has {epochs} epochs; from here on its learning rate, now {lr:.3g}, is that of a run"
-            reporter.notice(f"{text} of {epochs}")
+            rate = f"from here on its learning rate, now {lr:.3g}, is that of a run of {epochs}"
+            reporter.notice(f"The run now has {counted(epochs, 'epoch')}; {rate}")
     ranks.on_rank0(lambda: session.rewind_records(0 if checkpoint is None else checkpoint["metrics_lines"]))
     return session
 
@@ -701,7 +701,7 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
     held = *reserved, session.planners.first.reference_tensors, snapshot.copies
     optimizers = [engine.optimization.optimizer for engine in session.engines]
     ranks, optimization = session.ranks, session.engine.optimization
-    with session.monitor.step(session.model, *optimizers, *held) as counted:
+    with session.monitor.step(session.model, *optimizers, *held) as step_is_counted:
         shares, denominators = _accumulate(session, rows)
         result, earlier_ooms = combine_shares([share.result for share in shares]), 0
         factors = denominators.factors(result)
@@ -738,9 +738,9 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
         session.stop_signal = _first_signal(received)
         session.is_time_up = any(share.is_late for share in shares)
     own, engine = shares[ranks.rank].result, session.engine
-    engine.record_step(session.progress.step, own, is_counted=counted)
+    engine.record_step(session.progress.step, own, is_counted=step_is_counted)
     # A step that is measured on the host takes longer, a shorter batch has other shares of fixed costs.
-    is_plain = (session.meter.counts_always or not counted) and len(rows) == session.epochs.logical_batch
+    is_plain = (session.meter.counts_always or not step_is_counted) and len(rows) == session.epochs.logical_batch
     engine.count_timed(session.progress.step, own, is_typical=is_plain)
     if session.training.log_splits and len(result.micro_batches) > 1:
         session.reporter.detail(_split_text(session, rows, result))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 import typer
 
 from can_train.cli.output import print_aside, print_json, print_tables, working
-from can_train.errors import ConfigError
+from can_train.errors import ConfigError, unknown_name
 from can_train.reporter import COLUMNS, TextTable, wrapped
 
 if TYPE_CHECKING:
@@ -103,12 +103,12 @@ def report_signals(logs: Sequence[Frames], wanted: int | None = None) -> SignalR
 def _chosen_ids(ids: Iterable[int], wanted: int | None) -> list[int]:
     from can_train_tasks.can.data.graphs import id_text
 
-    chosen = sorted({each for each in ids if wanted in (None, each)})
-    if not chosen:
-        raise ConfigError("The logs have no such CAN ID" if wanted is not None else "The logs have no frames",
-                          value="" if wanted is None else id_text(wanted),
-                          remedy="Leave out --id: all IDs are listed")  # fmt: skip
-    return chosen
+    known = set(ids)
+    if not known:
+        raise ConfigError("The logs have no benign frames", remedy="Name other logs")
+    if wanted is not None and wanted not in known:
+        raise unknown_name("CAN ID", id_text(wanted), map(id_text, known), more="; without --id all are shown")
+    return sorted(known) if wanted is None else [wanted]
 
 
 _LEGEND: Final = (

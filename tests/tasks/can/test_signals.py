@@ -45,7 +45,7 @@ def test_the_table_of_one_id_has_its_fields(log, capsys):
         (["gone.log"], "There is no such log: gone.log"),
         (["LOG", "--id", "zz"], "--id is no hexadecimal CAN ID: 'zz'"),
         (["LOG", "--dbc", "gone.dbc"], "The DBC file cannot be read: gone.dbc (No such file or directory)"),
-        (["LOG", "--id", "7ff"], "The logs have no such CAN ID: 7FF"),
+        (["LOG", "--id", "7ff"], "Unknown CAN ID: '7FF'"),
     ],
 )
 def test_a_mistake_is_told_in_two_lines(log, words, error, capsys):

@@ -434,7 +434,7 @@ class FlaggedLog:
         first_line, last_line = int(self.lines[0][run[0]]), int(self.lines[1][run].max())
         score, causes = float(self.score[run].max()), self._joined(run)
         windows = f"{len(run)} windows" if len(run) > 1 else "1 window"
-        truth = "" if label is None else f", {label}" + (f" ({', '.join(kinds)})" if kinds else "")
+        truth = "" if label is None else f", {label}" + (f" ({', '.join(kinds)})" if kinds and kinds != [label] else "")
         return Alarm(
             source=source.path,
             place=f"lines {first_line:,}-{last_line:,}, {start_s:.6f}-{end_s:.6f} s, {windows}, "

@@ -69,7 +69,7 @@ _MAX_NAMED_IDS: Final = 5
 # Baselines that need training windows. Other logs have no training windows: all of their windows are judged.
 FITTED_BASELINES: Final = ("gap_lookup", "silence", "random_forest")
 _NOT_CALIBRATED: Final = "not calibrated"
-_NOT_FITTED: Final = "fitted on training windows, and all of these are judged"
+_NOT_FITTED: Final = "they learn from training windows, and here all windows are judged"
 
 
 def make_evaluation(finished: FinishedModel, load_model: LoadModel, request: EvaluationData) -> WindowEvaluation:

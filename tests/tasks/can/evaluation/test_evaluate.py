@@ -115,7 +115,7 @@ def test_baselines_that_need_training_windows_are_fitted_on_the_runs_own(tmp_pat
     (judged,) = other.judgement["test"].values()
     assert set(judged["baselines"]) == {"flag_everything", "flag_nothing", "id_lookup"}
     assert judged["baselines"]["id_lookup"]["flagged_share"] == 1.0  # the run's vocabulary has none of these IDs
-    assert "Missing from the tables: gap_lookup, silence, random_forest (fitted on training windows" in other.notes[-1]
+    assert "Missing from the tables: gap_lookup, silence, random_forest (they learn from training" in other.notes[-1]
 
 
 def test_own_data_that_lie_elsewhere_by_now_keep_their_split(tmp_path: Path) -> None:
