@@ -7,7 +7,7 @@ PROGRAM: Final = """#!/bin/sh
 program=${0##*/} cluster=@local@ number=
 for word; do
     case $word in
-        --clusters=*) cluster=${word#*=};;
+        --clusters=*) cluster=${word#*=} cluster=${cluster%%,*};;
         --jobs=*) number=${word#*=};;
         [0-9]*) number=$word;;
     esac
@@ -21,9 +21,13 @@ case "$program $*" in
     scontrol*config) echo "ClusterName             = $cluster";;
     scontrol*show*job*)
         cat "$number.job" 2> /dev/null || { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; };;
+    scontrol*show*partition*) cat partitions 2> /dev/null || cat "@records@/partitions.txt";;
+    scontrol*show*node*) cat "@records@/nodes.txt";;
     scontrol*show*) cat "@records@/$2s.txt";;
-    squeue*--me*) ;;
+    squeue*--me*) case $* in *--clusters=*) echo "CLUSTER: $cluster";; esac; cat mine 2> /dev/null;;
     squeue*) case $* in *--clusters=*) echo "CLUSTER: $cluster";; esac; cat queue;;
+    sacctmgr*clusters*) ls "@folder@";;
+    sacctmgr*) ;;
     sacct*SubmitLine*) cat "$number.line" 2> /dev/null;;
     sacct*) cat accounts;;
     scancel*) echo "$number" >> cancelled; : > queue;;
@@ -89,7 +93,7 @@ class Clusters:
                 (self._folder / name / file).touch()
             (self._folder / name / "sbatch").write_text("Submitted batch job 12\n")
         text = PROGRAM.replace("@local@", local).replace("@folder@", str(self._folder))
-        for program in ("scontrol", "squeue", "sacct", "scancel", "sbatch", "srun"):
+        for program in ("scontrol", "squeue", "sacct", "scancel", "sbatch", "srun", "sacctmgr"):
             path = self.bin / program
             path.write_text(text.replace("@records@", str(RECORDS)))
             path.chmod(0o755)
@@ -101,7 +105,9 @@ class Clusters:
         self.write(cluster, f"{number}.job", f"JobId={number} JobName={name} Command=x StdOut={log} Power=\n")
 
     def write(self, cluster: str, name: str, text: str) -> None:
-        """Changes a file of a cluster: queue, accounts, sbatch (its answer), NUMBER.line (that submitted the job)."""
+        """Changes a file of a cluster: queue, mine (a person's jobs), accounts, partitions, sbatch (its answer),
+        NUMBER.line (that submitted the job).
+        """
         (self._folder / cluster / name).write_text(text)
 
     def cancelled(self, cluster: str) -> list[str]:

@@ -14,7 +14,7 @@ from can_train.runs.attempts import Attempts, SlurmContext
 from can_train.runs.registry import Registry
 from can_train.runs.run_folder import RunFolder
 from can_train.runs.scheduler import SchedulerAnswer
-from can_train.slurm.client import query_jobs
+from can_train.slurm.client import find_jobs, query_jobs
 from can_train.slurm.job import after_job
 from fakes.made_runs import KEY, Runs, begin, end
 from fakes.run_facts import slurm_job
@@ -240,6 +240,8 @@ def test_a_run_does_not_wait_for_a_job_of_another_cluster(
         f"error: The run to wait for is on another cluster: {path.name} is job 12 on alpha.\n"
         "Submit on a login node of alpha, or when that run has finished.\n"
     )
+    assert main([*line, "--clusters", "beta,alpha", *runs.flags]) == 2
+    assert "Submit with --clusters alpha, or when that run has finished" in capsys.readouterr().err
     clusters.write("alpha", "queue", "")
     runs.submit(path, "12", cluster="gamma", time="2026-01-01T00:00:30+00:00")
     assert main([*line, *runs.flags]) == 2
@@ -266,6 +268,36 @@ def test_a_submission_records_the_cluster_that_took_the_job(
         registry = Registry(runs.state_dir)
         jobs = [registry.jobs(job["run_id"])[0].slurm_job for job in submitted]
         assert jobs == [slurm_job(job["job_id"], cluster) for job in submitted]
+
+
+@pytest.mark.parametrize(
+    ("clusters", "partition", "fact"),
+    [
+        ("beta,alhpa", "main", "Unknown cluster: 'alhpa'. Valid, nearest first: alpha, beta"),
+        ("beta,alpha", "short", "Unknown partition of the cluster alpha: 'short'. Valid, nearest first: main."),
+        ("all", "short", "Unknown partition of the cluster beta: 'short'. Valid, nearest first: "),
+    ],
+)
+def test_each_of_several_clusters_must_exist_and_have_the_partition(
+    runs: Runs, machine: Machine, capsys: pytest.CaptureFixture[str], clusters: str, partition: str, fact: str
+) -> None:
+    others = machine("beta", "alpha")
+    others.write("beta" if clusters == "all" else "alpha", "partitions", "PartitionName=main State=UP\n")
+    line = ("--model", "gat", "--dataset", "synthetic", "--submit", "--clusters", clusters, "--partition", partition)
+    assert main([*line, *runs.flags]) == 2
+    assert fact in " ".join(capsys.readouterr().err.split())
+    assert runs.registry.runs() == []
+
+
+def test_a_job_whose_answer_was_lost_is_looked_for_on_each_of_several_clusters(
+    machine: Machine, tmp_path: Path
+) -> None:
+    clusters = machine("beta", "alpha")
+    for cluster, folder in (("alpha", tmp_path), ("beta", Path("/elsewhere"))):
+        clusters.queue(cluster, "12", "PENDING", name=KEY, log=folder / "log.out")
+        clusters.write(cluster, "mine", f"12|{KEY}\n")
+    assert find_jobs(KEY, tmp_path, "beta,alpha") == [slurm_job("12", "alpha")]
+    assert find_jobs(KEY, tmp_path, "beta") == []
 
 
 def test_an_identical_run_of_a_cluster_that_cannot_be_asked_is_not_surely_running(
@@ -296,7 +328,7 @@ def test_a_job_that_another_cluster_may_have_taken_unseen_is_not_sent_twice(
     machine("beta", "alpha").write("alpha", "queue", "")
     capsys.readouterr()
     assert main(["resume", "last", *runs.flags]) == 2
-    assert capsys.readouterr().err == (
+    assert capsys.readouterr().err.removeprefix("starting: loading PyTorch\n") == (
         "error: Another cluster may have taken a job for the run without an answer: alpha.\n"
         "Submit on a login node of alpha, where that job is taken back.\n"
     )

@@ -35,7 +35,14 @@ from can_train.runs.registry import JobRecord, Registry
 from can_train.runs.run_folder import RunFolder, SweepRun, new_run_id, register_run
 from can_train.runs.run_state import FINISHED
 from can_train.runs.scheduler import NoControllerError
-from can_train.slurm.client import Partition, expected_start, may_requeue, read_partitions_and_limits
+from can_train.slurm.client import (
+    Partition,
+    expected_start,
+    may_requeue,
+    read_clusters,
+    read_partitions,
+    read_partitions_and_limits,
+)
 from can_train.slurm.container import needed_paths
 from can_train.slurm.job import Entry
 from can_train.slurm.placement import (
@@ -201,8 +208,14 @@ def read_cluster(runs: Sequence[ResolvedRun]) -> list[Partition]:
     on_slurm = next((run.cluster for run in runs if run.cluster.executor == "slurm"), None)
     if on_slurm is None:
         return []
+    asked = with_sbatch_variables(on_slurm, os.environ)[0]
+    first, *others = read_clusters(asked.clusters) or [""]
     # Of several clusters, SLURM takes the one where the job starts first: each must know the request.
-    first = with_sbatch_variables(on_slurm, os.environ)[0].clusters.partition(",")[0]
+    for other in others if not asked.wants_place else ():
+        known = {partition.name for partition in read_partitions(other)}
+        for name in asked.partition.split(",") if asked.partition else ():
+            if name not in known:
+                raise unknown_name(f"partition of the cluster {other}", name, known)
     return read_partitions_and_limits(first)
 
 

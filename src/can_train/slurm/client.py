@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, Final
 
-from can_train.errors import unknown_name
+from can_train.errors import ConfigError, unknown_name
 from can_train.io.records import JobId
 from can_train.io.units import parse_time_min
 from can_train.runs.scheduler import AccountRow, JobStep, NoControllerError, QueueRow, SchedulerAnswer
@@ -68,6 +68,8 @@ def run_command(*command: str, timeout_s: float = _QUERY_TIMEOUT_S) -> CommandRe
 
 
 # Clusters
+
+_EVERY_CLUSTER: Final = "all"  # SLURM's word in --clusters
 
 
 def local_cluster(*, timeout_s: float = _QUERY_TIMEOUT_S) -> str:
@@ -332,14 +334,18 @@ def limited(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-c", _LIMITED, str(SUBMIT_TIMEOUT_S), *command]
 
 
-def find_jobs(name: str, folder: Path, cluster: str) -> list[JobId]:
-    """Finds a person's jobs of a name in the queue of a cluster that write their logs into a folder: SLURM took them,
+def find_jobs(name: str, folder: Path, clusters: str) -> list[JobId]:
+    """Finds a person's jobs of a name in the queues of clusters that write their logs into a folder: SLURM took them,
     but its answer did not arrive. An array is one job.
 
     Raises:
-        NoControllerError: The controller does not answer.
+        NoControllerError: A controller does not answer.
     """
     local = local_cluster()
+    return [job for cluster in clusters.split(",") for job in _find_jobs(name, folder, cluster, local)]
+
+
+def _find_jobs(name: str, folder: Path, cluster: str, local: str) -> list[JobId]:
     squeue, scontrol = _asking("squeue", cluster, local), _asking("scontrol", cluster, local)
     listed = query_cluster(*squeue, "--me", "--noheader", "-o", "%F|%j").splitlines()
     # For another cluster, squeue prints its name first. An element of an array that has started has its own name.
@@ -447,10 +453,7 @@ def read_partitions(cluster: str = "") -> list[Partition]:
 
     Raises:
         NoControllerError: There is none, or it does not answer.
-        ConfigError: The accounting knows no cluster of the name.
     """
-    if cluster and cluster not in (known := _clusters()):
-        raise unknown_name("cluster", cluster, known)
     of_cluster = _asking("scontrol", cluster, "")
     partitions, nodes = (query_cluster(*of_cluster, "show", what, "-o") for what in ("partition", "node"))
     return parse_partitions(partitions, nodes)
@@ -471,7 +474,6 @@ def read_partitions_and_limits(cluster: str = "") -> list[Partition]:
 
     Raises:
         NoControllerError: There is none, or it does not answer.
-        ConfigError: The accounting knows no cluster of the name.
     """
     asked = (*_asking("scontrol", cluster, ""), "show", "config")
     partitions, lines = read_partitions(cluster), run_command(*asked).output.splitlines()
@@ -562,9 +564,27 @@ def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
     ]
 
 
-def _clusters() -> list[str]:
-    """Asks the accounting for the names of clusters; empty without accounting."""
-    return [row["Cluster"] for row in _sacctmgr(("clusters",), ("Cluster",))]
+def read_clusters(names: str) -> list[str]:
+    """Returns the clusters of `--clusters`, where `all` means each one that the accounting knows.
+
+    Raises:
+        ConfigError: The accounting knows no cluster of a name, or does not answer.
+    """
+    asked, known = cluster_names(names), cluster_names(_EVERY_CLUSTER) if names else []
+    if names and not known:
+        raise ConfigError("SLURM finds other clusters through its accounting, which knows none here", value=names,
+                          remedy="Leave out --clusters, and submit on a login node of the cluster")  # fmt: skip
+    for name in asked:
+        if name not in known:
+            raise unknown_name("cluster", name, known)
+    return asked
+
+
+def cluster_names(names: str) -> list[str]:
+    """Returns the clusters of `--clusters`, as `read_clusters` does, without a check."""
+    if names == _EVERY_CLUSTER:
+        return [row["Cluster"] for row in _sacctmgr(("clusters",), ("Cluster",))]
+    return list(dict.fromkeys(filter(None, names.split(","))))
 
 
 def _time_min(text: str) -> int | None:

@@ -568,7 +568,8 @@ def dependency_on(parents: Sequence[RunStatus], executor: str, cluster: str = ""
             raise RunError("The run cannot be waited for", value=f"{run_id} is {state.state}",
                            remedy="Submit when that run has finished, or submit both to SLURM")  # fmt: skip
         if row.job.cluster != (cluster or answer.local):
-            remedy = f"Submit on a login node of {row.job.cluster}, or when that run has finished"
+            place = f"with --clusters {row.job.cluster}" if cluster else f"on a login node of {row.job.cluster}"
+            remedy = f"Submit {place}, or when that run has finished"
             raise RunError(
                 "The run to wait for is on another cluster", value=f"{run_id} is job {row.job}", remedy=remedy
             )

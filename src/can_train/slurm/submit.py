@@ -27,7 +27,7 @@ from can_train.runs.attempts import SlurmContext
 from can_train.runs.registry import JobRecord, Registry
 from can_train.runs.run_folder import RunFolder
 from can_train.runs.scheduler import NoControllerError
-from can_train.slurm.client import SUBMIT_TIMEOUT_S, cancel_jobs, find_jobs, limited, local_cluster
+from can_train.slurm.client import SUBMIT_TIMEOUT_S, cancel_jobs, cluster_names, find_jobs, limited, local_cluster
 from can_train.slurm.container import needed_paths
 from can_train.slurm.job import Entry, Job, PackedJob
 from can_train.slurm.script import (
@@ -97,18 +97,19 @@ def start_jobs(
     check_folder(folder)
     executor = _Executor(folder, python=python_command(cluster, code, paths))
     try:
-        # SLURM chooses among several clusters, and its answer names the choice.
-        executor.job_cluster = cluster.clusters if "," not in cluster.clusters else ""
-        executor.job_cluster = executor.job_cluster or local_cluster()
+        # SLURM chooses among several clusters, and its answer names the choice if it is not this machine's.
+        named = cluster_names(cluster.clusters)
+        executor.job_cluster = named[0] if len(named) == 1 else local_cluster()
     except NoControllerError:
         # In a job that submits its run again, PATH may lack scontrol.
         job = SlurmContext.from_environment().job
         if job is None or not job.cluster:
             raise
-        executor.job_cluster = job.cluster
-    _take_back_unseen(str(job_parameters["job_name"]), folder, executor.job_cluster)
+        executor.job_cluster, named = job.cluster, []
+    executor.sent_to = ",".join(named) or executor.job_cluster
+    _take_back_unseen(str(job_parameters["job_name"]), folder, executor.sent_to)
     folder.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(folder / _SENT_TO, executor.job_cluster)
+    write_text_atomic(folder / _SENT_TO, executor.sent_to)
     executor.parameters.update(job_parameters)
     tasks: list[Job | PackedJob] = [
         Job(entry, str(pack[0].path)) if cluster.runs_per_job == 1
@@ -152,9 +153,11 @@ class _Executor(submitit.SlurmExecutor):
 
     Attributes:
         job_cluster: Name of the cluster of the jobs.
+        sent_to: Clusters that may take the jobs, separated by commas.
     """
 
     job_cluster = ""
+    sent_to = ""
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[submitit.Job[Any]]:
         if len(delayed_submissions) == 1:
@@ -166,7 +169,7 @@ class _Executor(submitit.SlurmExecutor):
             delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
             delayed.dump(pickle)
         array = _Executor(self.folder, self.max_num_timeout)
-        array.job_cluster = self.job_cluster
+        array.job_cluster, array.sent_to = self.job_cluster, self.sent_to
         array.parameters = {**self.parameters, "map_count": len(pickles)}
         first = array._submit_command(self._submitit_command_str)
         self.job_cluster = array.job_cluster or self.job_cluster
@@ -189,11 +192,12 @@ class _Executor(submitit.SlurmExecutor):
         if string:
             return str(submitit.SlurmExecutor._get_job_id_from_submission_command(string))
         try:
-            jobs = find_jobs(str(self.parameters["job_name"]), Path(self.folder), self.job_cluster)
+            jobs = find_jobs(str(self.parameters["job_name"]), Path(self.folder), self.sent_to)
         except NoControllerError as error:
             raise _unanswered(f"whether it took the job is not known ({error.value})") from error
         if not jobs:
             raise _unanswered("it did not take the job")
+        self.job_cluster = jobs[-1].cluster
         return jobs[-1].number
 
 
@@ -202,7 +206,7 @@ def _unanswered(outcome: str) -> RunError:
                     remedy="Try again in a minute. A job that was taken all the same is taken back then")  # fmt: skip
 
 
-def _take_back_unseen(name: str, folder: Path, cluster: str) -> None:
+def _take_back_unseen(name: str, folder: Path, clusters: str) -> None:
     """Cancels the jobs of an earlier submission whose answer never arrived.
 
     Raises:
@@ -213,11 +217,12 @@ def _take_back_unseen(name: str, folder: Path, cluster: str) -> None:
     unconfirmed = [script for script in folder.glob(".submission_file_*") if not script.is_symlink()]
     if not unconfirmed:
         return
-    sent_to = text_or_nothing(folder / _SENT_TO) or cluster
-    if sent_to != cluster:
+    sent_to = text_or_nothing(folder / _SENT_TO) or clusters
+    if not {*sent_to.split(",")} <= {*clusters.split(",")}:
         raise RunError("Another cluster may have taken a job for the run without an answer", value=sent_to,
-                       remedy=f"Submit on a login node of {sent_to}, where that job is taken back")  # fmt: skip
-    jobs = find_jobs(name, folder.absolute(), cluster)
+                       remedy=f"Submit on a login node of {sent_to}, where that job is taken back" if "," not in sent_to
+                       else f"Submit with --clusters {sent_to}: a job is taken back there")  # fmt: skip
+    jobs = find_jobs(name, folder.absolute(), sent_to)
     if jobs and (refusal := cancel_jobs(jobs)):
         raise RunError("SLURM refuses to cancel a job that it took without an answer", value=refusal,
                        remedy=f"Cancel job {', '.join(map(str, jobs))} with scancel, then try again")  # fmt: skip
