@@ -6,25 +6,38 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from can_train.cli.output import print_json, print_tables, print_text, print_wrapped, writing
+from can_train.cli.output import (
+    make_reporter,
+    print_aside,
+    print_json,
+    print_tables,
+    print_text,
+    print_wrapped,
+    writing,
+)
 from can_train.cli.run_locator import AsJson, RunLocator, RunOrSweep, Runs, RunsDir, StateDir
 from can_train.config.resolved import plain_to_yaml
+from can_train.config.task_settings import described_tasks, load_task_settings
 from can_train.errors import ConfigError, with_command_name
 from can_train.io.records import write_text_atomic
 from can_train.report import run_facts as facts
 from can_train.report.text import value_text
 from can_train.reporter import COLUMNS, wrapped
+from can_train.runs.run_folder import RunFolder
 from can_train.runs.status import run_statuses
 from can_train.slurm import client as slurm
 
 _REPORT: Final = "report.html"
 
 
-def show(
+def show(  # noqa: PLR0913 - Typer makes an option of each argument
     run: RunOrSweep,
     *,
     config: Annotated[
         bool, typer.Option("--config", help="Print all of its settings, as a file for can-train --config.")
+    ] = False,
+    signals: Annotated[
+        bool, typer.Option("--signals", help="Show the signals found in the data that it was trained on.")
     ] = False,
     as_json: AsJson = False,
     runs_dir: RunsDir = "runs",
@@ -35,7 +48,7 @@ def show(
     """
     locator = RunLocator(runs_dir, state_dir)
     sweep, (record, *more) = locator.find_any(run)
-    if sweep and not config:
+    if sweep and not (config or signals):
         compared = facts.compared_runs(run_statuses([record, *more], locator.registry, slurm))
         if as_json:
             print_json({"sweep": sweep, **facts.comparison_json(compared)})
@@ -45,10 +58,14 @@ def show(
         print_text(with_command_name(f"\nStates and failures: can-train status {sweep}"))
         return
     if sweep:
-        raise ConfigError("--config goes with a single run", value=sweep, remedy="Name one of its runs")
+        flag = "--config" if config else "--signals"
+        raise ConfigError(f"{flag} goes with a single run", value=sweep, remedy="Name one of its runs")
     if config:
         settings = record.folder.config()
         print_json(settings) if as_json else print_text(plain_to_yaml(settings), end="")
+        return
+    if signals:
+        _print_signals(record.folder, as_json=as_json)
         return
     status = locator.status(record)
     if as_json:
@@ -70,6 +87,32 @@ def show(
     _print_part("Settings that differ from the defaults", _settings_lines(folder.changed_settings()))
     # Not wrapped: a command that is broken into two lines cannot be typed.
     print_text("".join(["\nTo go on", *(f"\n  {command}" for command in commands)]) if commands else "")
+
+
+def _print_signals(folder: RunFolder, *, as_json: bool) -> None:
+    """Prints the signals in the data of a run.
+
+    Raises:
+        ConfigError: Its task has no signals.
+        MissingDataError: Its data are gone.
+        RunError: Its data have changed.
+    """
+    task = str(folder.config().get("task"))
+    # The code of somebody's own task is not run here.
+    shown = [name for name in described_tasks() if load_task_settings(name).signals]
+    if task not in shown:
+        raise ConfigError("The data of this task have no signals", value=task,
+                          remedy=f"--signals goes with runs of: {', '.join(shown)}")  # fmt: skip
+    # Imported late: it imports torch.
+    from can_train.training.loading import data_signals
+
+    table, sentences, plain = data_signals(folder, make_reporter())
+    if as_json:
+        print_json(plain)
+        return
+    print_tables([table])
+    for sentence in sentences:
+        print_aside(wrapped(sentence, COLUMNS, hang="  "))
 
 
 def _print_part(title: str, lines: Sequence[str]) -> None:

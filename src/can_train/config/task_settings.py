@@ -457,6 +457,8 @@ class TaskSettings:
         digest: Import path. Computes the digest of a data set's content from its settings, the data root and a
             reporter: the digest of `BatchTask.data_digest`, without torch. Raises MissingDataError. Empty: a
             digest of the files.
+        signals: Import path. Finds signals in the data that a run was trained on, from its data set, the data root, the
+            cache and a reporter: a table, sentences below it, and the same as plain values. Empty: there are none.
         experience: From data set and mode: the first safety factor, why, and (multiplier, why) adjustments.
     """
 
@@ -482,6 +484,7 @@ class TaskSettings:
     evaluation: Any = NoSettings
     files: Any = ""
     digest: Any = ""
+    signals: Any = ""
     experience: Callable[[str, str], tuple[float, str, Sequence[tuple[float, str]]]] = lambda _dataset, _mode: (
         0.60,
         "other dataset",

@@ -10,7 +10,7 @@ import re
 import shlex
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,10 +43,17 @@ from can_train.fit.optimizer import (
     seed_everything,
     use_channels_last,
 )
-from can_train.io.records import read_bytes, read_text, write_bytes_atomic, write_json_atomic
+from can_train.io.records import (
+    parse_object,
+    read_bytes,
+    read_text,
+    text_or_nothing,
+    write_bytes_atomic,
+    write_json_atomic,
+)
 from can_train.memory.meters import AbsentGpuMeter, Meter, is_on_meta
 from can_train.memory.out_of_memory import CatchOutOfMemory, headline, is_host_memory
-from can_train.reporter import Reporter, SilentReporter
+from can_train.reporter import Reporter, SilentReporter, TextTable
 from can_train.runs.run_folder import CONFIG, INPUTS, RunFolder, relocate_prerequisites
 from can_train.runs.trust import CodeTrust
 from can_train.task import BatchTask
@@ -81,6 +88,28 @@ def sample_task(run: ResolvedRun, reporter: Reporter) -> BatchTask:
     sampler: Callable[..., BatchTask] = load_object(run.task_settings.sampler)
     import_from(run.paths.code_dir)
     return sampler(run, finished_models(run), data_root(run.paths), cache_folder(run.paths), reporter)
+
+
+def data_signals(folder: RunFolder, reporter: Reporter) -> tuple[TextTable, Sequence[str], Any]:
+    """Finds the signals in the data that a run was trained on (see `TaskSettings.signals`).
+
+    Raises:
+        MissingDataError: The data are gone.
+        RunError: The data are others than the run's.
+    """
+    run = from_plain(folder.config())
+    task, root = run.task_settings, data_root(run.paths)
+    # Simulated data are always the same.
+    if task.data_files(run.dataset, root):
+        trained = parse_object(text_or_nothing(folder.path / INPUTS)).get("data")
+        if trained is not None and trained != load_object(task.digest)(run.dataset, root, reporter):
+            raise RunError("The data have changed since the run was trained on them", value=run.dataset.path,
+                           remedy="Put back the files that it was trained on")  # fmt: skip
+    find = load_object(task.signals)
+    found: tuple[TextTable, Sequence[str], Any] = with_cache(
+        run.paths, reporter, lambda cache: find(run.dataset, root, cache, reporter)
+    )
+    return found
 
 
 @contextmanager

@@ -408,5 +408,6 @@ TASK = TaskSettings(
     evaluation="can_train_tasks.can.evaluation.options:EvaluationOptions",
     files="can_train_tasks.can.data.layout:data_files",
     digest="can_train_tasks.can.data.layout:data_digest",
+    signals="can_train_tasks.can.signals:training_signals",
     experience=experience,
 )

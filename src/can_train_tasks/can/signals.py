@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from can_train.reporter import Reporter
     from can_train_tasks.can.data.database import Database, DatabaseMessage, DatabaseSignal
+    from can_train_tasks.can.data.dataset import CanData
     from can_train_tasks.can.data.graphs import Floats, Frames
     from can_train_tasks.can.data.payload_fields import Field
+    from can_train_tasks.can.settings import CanDatasetSettings
 
 GRID_S: Final = 0.1  # seconds between moments at which values of different IDs are compared
 LEAST_MOMENTS: Final = 100
@@ -98,6 +101,41 @@ def report_signals(logs: Sequence[Frames], wanted: int | None = None) -> SignalR
     told = f"{counted(without, 'ID', 'have')} constant payloads or fewer than 20 frames: see --json"
     return SignalReport(TextTable(f"Signals of {counted(len(ids), 'CAN ID')}", _COLUMNS, tuple(rows), _LEGEND),
                         [told] if without else [], [_plain(messages[each], each, found) for each in ids])  # fmt: skip
+
+
+def training_signals(dataset: CanDatasetSettings, data_root: Path, cache: Path, reporter: Reporter) -> SignalReport:
+    """Finds the signals of the benign frames that a run was trained on; its database names them, if it has one.
+
+    Raises:
+        DataError: A log cannot be read.
+    """
+    from can_train_tasks.can.data.database import Database, packed_name
+    from can_train_tasks.can.data.dataset import load_data
+
+    frames = _training_frames(load_data(dataset, data_root, cache, reporter), dataset)
+    if not dataset.dbc:
+        return report_signals(frames)
+    return report_declared(frames, None, Database.unpack(dataset.dbc), packed_name(dataset.dbc))
+
+
+def _training_frames(data: CanData, dataset: CanDatasetSettings) -> list[Frames]:
+    """Reads the frames of the benign training windows of each log again."""
+    import numpy as np
+
+    from can_train_tasks.can.data.graphs import Frames
+    from can_train_tasks.can.data.reading import LogReader, decide_bases
+
+    flat, rows = data.flat, data.split.train[data.flat.label[data.split.train] == 0]
+    paths = [Path(source.path) for source in flat.sources]
+    settings, _ = decide_bases(paths, dataset)
+    logs = []
+    for source in np.unique(flat.source[rows]).tolist():
+        frames = Frames.concatenate(list(LogReader(paths[source], settings[paths[source]]).blocks()))
+        first = flat.first_frame[rows[flat.source[rows] == source]]
+        chosen = np.zeros(len(frames), np.bool_)
+        chosen[(first[:, None] + np.arange(flat.window)).ravel()] = True
+        logs.append(frames[chosen])
+    return logs
 
 
 def _chosen_ids(ids: Iterable[int], wanted: int | None) -> list[int]:

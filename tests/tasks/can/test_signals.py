@@ -7,6 +7,7 @@ from can_train.cli.main import main
 from can_train_tasks.can.synthetic.writing import format_rows
 from fakes.databases import TRUCK_DBC
 from fakes.simulated_drives import benign_drive
+from fakes.trained_runs import WINDOW, finished_run, own_log
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +88,47 @@ def test_the_table_of_a_database_has_physical_values_and_what_it_lacks(tmp_path,
         "declared_to": 8031.875, "outside": 0.333333, "multiplexer": None, "pages": [],
     }  # fmt: skip
     assert (told["unknown_ids"], told["unseen_messages"]) == ([], [])
+
+
+def test_the_signals_of_a_run_are_those_of_its_benign_training_windows(capsys):
+    run, log = finished_run("gat"), own_log(finished_run("gat"))
+    assert main(["show", str(run), "--signals", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    trained = sum(each["frames"] for each in told)
+    assert trained % WINDOW == 0
+    assert 1_000 < trained < 3_200  # four fifths of 4,000 frames, without validation and the windows with an attack
+    assert main(["signals", str(log), "--json"]) == 0
+    every = {each["id"]: each for each in json.loads(capsys.readouterr().out)}
+    assert all(each["bytes"] == every[each["id"]]["bytes"] for each in told)
+    assert main(["show", str(run), "--signals"]) == 0
+    assert capsys.readouterr().out.startswith(f"\nSignals of {len(told)} CAN IDs\n")
+
+
+@pytest.mark.parametrize(
+    ("cut", "error"),
+    [
+        (40, "The data have changed since the run was trained on them: LOG"),
+        (None, "--dataset names no file or folder that exists: LOG"),
+    ],
+)
+def test_a_run_whose_data_are_gone_or_others_shows_no_signals(cut, error, capsys):
+    run, log = finished_run("gat"), own_log(finished_run("gat"))
+    kept = log.rename(log.with_suffix(".kept"))
+    try:
+        if cut is not None:
+            log.write_bytes(kept.read_bytes()[:-cut])
+        status = main(["show", str(run), "--signals"])
+    finally:
+        kept.replace(log)
+    assert status == 2
+    assert f"error: {error.replace('LOG', str(log))}.\n" in capsys.readouterr().err
+
+
+def test_a_run_of_another_task_has_no_signals(tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("task: muon\n")
+    assert main(["show", str(run), "--signals"]) == 2
+    assert capsys.readouterr().err == (
+        "error: The data of this task have no signals: muon.\n--signals goes with runs of: can.\n"
+    )
