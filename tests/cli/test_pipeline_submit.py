@@ -70,6 +70,24 @@ def test_each_run_builds_on_the_folders_of_those_to_come_and_starts_from_fresh_w
     assert config["training"]["start_from"] == ""
 
 
+def test_every_stage_gets_the_place_that_is_chosen_for_all(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sbatch = slurm / "bin" / "sbatch"
+    # The job would start first on scavenge.
+    starts = 'case "$(cat "$1")" in *partition=scavenge*) hour=10;; *) hour=11;; esac; '
+    starts += "echo sbatch: Job 1 to start at 2026-01-02T$hour:00:00 using 1 processors on nodes n1 >&2; exit 0"
+    sbatch.write_text(
+        sbatch.read_text().replace("esac;", f"esac; case $* in *--test-only*) shift $(($# - 1)); {starts};; esac;", 1)
+    )
+    line = ("--stages", "normal,student", "--device", "cpu", "--partition", "auto")
+    assert main((*LINE, *line)) == 2
+    assert "--partition auto asks before it submits" in capsys.readouterr().err
+    assert not (slurm / "sent").exists()
+    found = sent(capsys, *line, "--yes")
+    assert re.findall(r"--partition=(\S+)", (slurm / "sent").read_text()) == ["scavenge"] * 2
+    jobs = [Registry(slurm / "state").jobs(each["run_id"])[0] for each in found.values()]
+    assert [job.resources["partition"] for job in jobs] == ["scavenge"] * 2
+
+
 def test_what_is_queued_is_not_sent_again_but_waited_for(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = sent(capsys, "--stages", "autoencoder")
     second = sent(capsys, "--stages", "autoencoder,curriculum")

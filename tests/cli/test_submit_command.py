@@ -622,6 +622,23 @@ def test_a_job_that_was_taken_unseen_is_taken_back_before_its_run_is_submitted_a
     assert (slurm / "cancelled").read_text() == "77\n"
 
 
+def test_the_trials_of_a_search_get_one_place(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sbatch = slurm / "bin" / "sbatch"
+    # The job would start first on scavenge.
+    starts = 'case "$(cat "$2")" in *partition=scavenge*) hour=10;; *) hour=11;; esac; '
+    starts += "echo sbatch: Job 1 to start at 2026-01-02T$hour:00:00 using 1 processors on nodes n1 >&2; exit 0"
+    sbatch.write_text(sbatch.read_text().replace("esac;", f"esac; case $* in --test-only*) {starts};; esac;", 1))
+    search = ("--set", "training.lr=interval(1e-4,1e-1)", "--trials", "2", "--device", "cpu", "--partition", "auto")
+    assert main((*TRAIN, "--submit", *search)) == 2
+    assert "--partition auto asks before it submits" in capsys.readouterr().err
+    assert not (slurm / "sent").exists()
+    submit(capsys, *search, "--yes")
+    assert (slurm / "sent").read_text().count("--partition=scavenge\n") == 1
+    registry = Registry(slurm / "state")
+    jobs = [job for run in registry.runs() for job in registry.jobs(run.run_id)]
+    assert [job.resources["partition"] for job in jobs] == ["scavenge"] * 2
+
+
 def test_a_trial_names_its_job_when_its_values_are_chosen(
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
