@@ -1,4 +1,4 @@
-"""A search whose trials are jobs of a real SLURM, one node of which is lost meanwhile."""
+"""A search and a sweep whose runs are jobs of a real SLURM, one node of which is lost or broken meanwhile."""
 
 import json
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from can_train.runs.attempts import Attempts
+from can_train.runs.registry import Registry
 from can_train.runs.run_folder import RunFolder
 from can_train.runs.trials import TrialRun
 from fakes.own_tasks import CLASSIFIER, write_task
@@ -82,3 +83,32 @@ def test_a_search_of_twelve_trials_loses_none_with_a_node(stage: Stage) -> None:
     assert json.loads(slurm.can_train(*line).stdout)["submitted"] == []
     (more,) = json.loads(slurm.can_train(*line, "--trials", str(TRIALS + 1)).stdout)["submitted"]
     slurm.wait_for((Path(more["path"]) / "result.json").exists)
+
+
+@pytest.mark.parametrize("error", ["CUDA error: uncorrectable ECC error encountered", "the card says no"])
+def test_runs_of_a_sweep_that_fail_on_a_broken_node_are_retried_on_the_other(slurm: Slurm, error: str) -> None:
+    broken, sound = slurm.nodes
+    fails = f'        if os.environ["SLURMD_NODENAME"] == "{broken}":\n            raise RuntimeError("{error}")\n'
+    text = CLASSIFIER.replace(
+        "    def loss(self, model, batch):\n", f"    def loss(self, model, batch):\n{fails}        time.sleep(0.1)\n"
+    )
+    task = write_task(slurm.folder / "mine", f"import os\nimport time\n{text}")
+    line = ("--task", f"{task}:MyTask", "--epochs", "2", "--device", "cpu", "--submit", "--exclusive", "--json")
+    sent = json.loads(slurm.can_train(*line, "--set", "training.seed=range(0,5)").stdout)["submitted"]
+    folders = [RunFolder(Path(each["path"])) for each in sent]
+    slurm.wait_for(lambda: all(folder.result_path.exists() for folder in folders))
+    registry, retried = Registry(slurm.folder / "state"), 0
+    for folder in folders:
+        first, *again = registry.jobs(folder.run_id)
+        starts = folder.attempts.starts()
+        assert [start.host for start in starts] == [*[broken] * len(again), sound]
+        assert [job.resources["exclude"] for job in again] == [broken] * len(again)
+        assert len(again) <= 1
+        assert first.reason == ""
+        retried += len(again)
+    # The node is free again at once, and takes run after run until it is avoided.
+    assert retried >= 2
+    told = json.loads(slurm.can_train("status", registry.runs()[0].sweep, "--json").stdout)
+    assert (told["states"], told["failures"]) == ({"finished": len(folders)}, [])
+    reasons = [job["reason"] for run in told["runs"] for job in run["jobs"][1:]]
+    assert all(broken in reason and reason.endswith("another node") for reason in reasons)
