@@ -34,7 +34,7 @@ from can_train_tasks.can.evaluation.bursts import (
 )
 from can_train_tasks.can.evaluation.calibration import BenignScores
 from can_train_tasks.can.evaluation.options import Hold
-from can_train_tasks.can.evaluation.rules import Rules, RuleScale
+from can_train_tasks.can.evaluation.rules import Rules, RuleScale, learned, learned_notes
 from can_train_tasks.can.evaluation.self_check import highest_load
 from can_train_tasks.can.inputs import rare_id_notes, rare_ids, training_bases
 from can_train_tasks.can.settings import BEHAVIOUR_FEATURES
@@ -184,7 +184,7 @@ class Judgement(ThresholdRecord):
     benign validation windows (see `BenignScores`), `rare_ids` names the CAN IDs whose timing training was too short to
     tell (see `inputs.rare_ids`), `bases` has the number bases of the training data (see `training_bases`), `bus_load`
     is the highest number of frames a second in benign training drives (see `highest_load`), `rules` has the rules that
-    raise the scores of networks (see `Rules`).
+    raise the scores of networks (see `Rules`), `learned` what training had for them (see `rules.learned`).
     """
 
     validation: NotRequired[metrics.Metrics]
@@ -193,6 +193,7 @@ class Judgement(ThresholdRecord):
     bases: NotRequired[dict[str, str]]
     bus_load: NotRequired[float | None]
     rules: NotRequired[dict[str, Any]]
+    learned: NotRequired[dict[str, int]]
     test: dict[str, FolderJudgement]
     references: dict[str, ThresholdRecord]
     absent: dict[str, str]
@@ -232,6 +233,8 @@ def judge(
         timeline = Timeline.of(flat, split.validation[~is_attack])
         validation = detectors[TRAINED].scores.validation
         judgement["benign"] = BenignScores.of(timeline, validation[~is_attack]).plain()
+    if options.rules:
+        judgement["learned"] = learned(rules, flat, split)
     if rules is not None:
         judgement["rules"] = rules.plain()
     return judgement
@@ -502,6 +505,7 @@ def summary_tables(judgement: Mapping[str, Any]) -> list[TextTable]:
         notes += [f"Bursts of attacks in which an alarm is raised: {', '.join(alarmed)}."] * bool(alarmed)
     notes += _SUMMARY_LEGEND
     notes += [f"{note}." for note in rare_id_notes(judgement)]
+    notes += [f"{note}." for note in learned_notes(judgement["learned"])] if "learned" in judgement else []
     if any(short[folder] != folder for folder in folders):
         notes.append(", ".join(folders))
     title = "How well the model finds attacks in each test folder"

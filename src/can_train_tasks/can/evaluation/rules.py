@@ -68,7 +68,7 @@ _BEGIN_WITH: Final = [[word for word, name in enumerate(WORDS) if name.split("-"
 _NODES_AT_A_TIME: Final = 2**16  # whose jumps are in memory at a time: 12 MB as 8-byte numbers
 _TIMES: Final = ("gap", "longest_gap", "longest_silence")  # arrays of `Rules`
 _ROUNDED: Final = 1000.0  # parts of an octave that times are rounded to, so that a result file stays small
-_GAP_MEAN, _SILENCE = (BEHAVIOUR.index(name) for name in ("gap_mean", "silence"))
+_GAP_MEAN, _SILENCE, _BITS_CHANGED = (BEHAVIOUR.index(name) for name in ("gap_mean", "silence", "bits_changed"))
 
 
 class Tail(NamedTuple):
@@ -351,6 +351,42 @@ class RaisedScores:
         rarities = self.rules.rarities_by_word(flat, rows)
         added: Floats = np.where(rarities >= FLAGGED, self.scale.decade * rarities, 0.0)
         return added
+
+
+def learned(rules: Rules | None, flat: FlatGraphs, split: Split) -> dict[str, int]:
+    """Counts what the rules have to learn from, and the IDs that they know, as strict JSON.
+
+    Returns:
+        `windows`: benign validation windows. `logs`: benign training logs. `ids`: IDs of benign training. `values`: IDs
+        with a value whose jumps are known. Of the other IDs, `slow` come too seldom, and `constant` never change.
+    """
+    benign = split.train[flat.label[split.train] == 0]
+    counts = {"windows": int(np.count_nonzero(flat.label[split.validation] == 0)),
+              "logs": len(np.unique(flat.source[benign]))}  # fmt: skip
+    if rules is None:
+        return counts
+    nodes = members(flat.node_ptr, benign).positions
+    changes = np.zeros(len(flat.ids), np.bool_)
+    changes[flat.node_code[nodes[flat.behaviour[nodes, _BITS_CHANGED] > 0]]] = True
+    others = np.logical_and.reduce(np.isnan(rules.largest_jump), axis=1)
+    constant = others & ~changes[np.searchsorted(flat.ids, rules.ids)]
+    slow = others & ~constant & ~(rules.gap <= LONGEST_PERIOD)
+    return {**counts, "ids": len(others), "values": int(np.count_nonzero(~others)),
+            "slow": int(np.count_nonzero(slow)), "constant": int(np.count_nonzero(constant))}  # fmt: skip
+
+
+def learned_notes(counts: Mapping[str, int]) -> list[str]:
+    """Tells, in a sentence, which rules training was too short for; no sentence where it was long enough."""
+    if counts["windows"] < LEAST_WINDOWS:
+        return [
+            f"No rule raises a score: that takes {LEAST_WINDOWS} benign validation windows, not {counts['windows']}"
+        ]
+    if counts["logs"] >= PUNCTUAL_LOGS:
+        return []
+    reasons = {f"slower than {2**LONGEST_PERIOD} s": counts["slow"], "constant": counts["constant"]}
+    why = ", ".join(f"{reason}: {count}" for reason, count in reasons.items() if count)
+    jumps = f"Jumps are judged in {counts['values']} of {counts['ids']} IDs" + (f" ({why})" if why else "")
+    return [f"No rule judges silent or late IDs: that takes {PUNCTUAL_LOGS} benign logs, not {counts['logs']}. {jumps}"]
 
 
 def _timing(flat: FlatGraphs, train: Ints) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from can_train_tasks.can.evaluation.rules import (
     Rules,
     RuleScale,
     Tail,
+    learned,
+    learned_notes,
 )
 from can_train_tasks.can.reference_models import _RULE_COLUMNS
 from can_train_tasks.can.settings import FusionSettings
@@ -209,6 +211,33 @@ def test_too_few_benign_windows_make_no_rules(bus):
     rows = np.arange(len(flat))
     few = Split(train=rows, validation=rows[: LEAST_WINDOWS - 1], test={})
     assert Rules.fit(flat, few) is None
+    assert learned_notes(learned(None, flat, few)) == [
+        "No rule raises a score: that takes 50 benign validation windows, not 49"
+    ]
+
+
+def test_one_log_is_told_to_be_too_few_and_the_ids_without_a_value_are_counted(bus, tmp_path):
+    drive = swaying(1)
+    # A constant ID each 20 ms, and a moving one that comes every half a second.
+    times = np.concatenate([np.arange(0, LOG_S, 0.02), np.arange(0, LOG_S, 0.5)]) + 0.001
+    ids = np.repeat(np.uint32([0x700, 0x701]), [round(LOG_S / 0.02), round(LOG_S / 0.5)])
+    payload = np.where(ids[:, None] == 0x700, 7, np.random.default_rng(0).integers(0, 256, (len(ids), 8)))
+    more = Frames(times, ids, np.full(len(ids), 8, np.uint8), payload.astype(np.uint8), np.zeros(len(ids), np.uint8))
+    both = Frames.concatenate([drive, more])
+    flat = graphs_of(tmp_path / "graphs", both[np.argsort(both.timestamp, kind="stable")])
+    rows = np.arange(len(flat))
+    split = Split(train=rows[: -len(rows) // 2], validation=rows[-len(rows) // 2 :], test={})
+    counts = learned(Rules.fit(flat, split), flat, split)
+    windows = len(split.validation)
+    assert counts == {"windows": windows, "logs": 1, "ids": 4, "values": 2, "slow": 1, "constant": 1}
+    (note,) = learned_notes(counts)
+    assert note.split(". ") == [
+        "No rule judges silent or late IDs: that takes 5 benign logs, not 1",
+        "Jumps are judged in 2 of 4 IDs (slower than 0.25 s: 1, constant: 1)",
+    ]
+    of_many, rules, _ = bus
+    every = np.arange(len(of_many))
+    assert learned_notes(learned(rules, of_many, Split(train=every, validation=every, test={}))) == []
 
 
 finite = st.floats(-1e3, 1e3, allow_subnormal=False)
