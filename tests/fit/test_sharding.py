@@ -56,7 +56,7 @@ def test_blocks_that_share_weights_with_the_rest_are_no_blocks() -> None:
 def test_limits_on_shards_are_less_weights_gradients_and_state(ranks: int) -> None:
     whole, sizes = limits(0.9, 1.0), sharded_weights(deep(width=512, blocks=8), ranks)
     state_bytes = 2 * sizes.trained_bytes
-    shared = whole.on_shards(sizes, state_bytes=state_bytes, transient_bytes=0)
+    shared = whole.on_shards(sizes, saved_state_bytes=state_bytes - state_bytes // ranks, saved_step_bytes=0)
     saved = whole.training.model.base_bytes - shared.training.model.base_bytes
     gathered = sizes.gathered_bytes(sample_cost(whole))
     assert saved == pytest.approx(4 * sizes.weight_bytes * (1 - 1 / ranks) - gathered, rel=2e-3)

@@ -225,14 +225,10 @@ class ShardedWeights:
     root_bytes: int  # Of the weights outside of blocks, which are gathered for a whole pass
     block_bytes: tuple[int, ...]  # Of each block, in order
 
-    def of_state(self, num_bytes: int) -> int:
-        """Returns the part of one rank of an optimizer's state."""
-        return round(num_bytes * self.trained_shard_bytes / max(self.trained_bytes, 1))
-
-    def saved_bytes(self, state_bytes: int) -> int:
-        """Returns how much less weights, gradients and optimizer state of `state_bytes` take on one rank."""
-        weights, gradients = self.weight_bytes - self.weight_shard_bytes, self.trained_bytes - self.trained_shard_bytes
-        return weights + gradients + state_bytes - self.of_state(state_bytes)
+    @property
+    def saved_bytes(self) -> int:
+        """How much less weights and gradients take on one rank."""
+        return self.weight_bytes - self.weight_shard_bytes + self.trained_bytes - self.trained_shard_bytes
 
     def gathered_bytes(self, sample_cost: float) -> int:
         """Returns the most that a pass takes for gathered weights, and for gradients that are not added up yet, beside
@@ -303,23 +299,23 @@ class DeviceLimits:
             optimizer_peak_bytes=self.optimizer_peak_bytes + num_bytes,
         )
 
-    def on_shards(self, weights: ShardedWeights, *, state_bytes: int, transient_bytes: int) -> DeviceLimits:
+    def on_shards(self, weights: ShardedWeights, *, saved_state_bytes: int, saved_step_bytes: int) -> DeviceLimits:
         """Returns the limits that are predicted where ranks share the model: a pure function, which allocates nothing.
 
         Args:
             weights: Sizes of the model.
-            state_bytes: Size of the optimizers' state, of the whole model.
-            transient_bytes: Temporary memory of the optimizer's step, of the whole model.
+            saved_state_bytes: How much less the optimizers' state takes on one rank.
+            saved_step_bytes: How much less the optimizer's step takes beside its state.
         """
         sample_cost = float(np.asarray(self.training.mean_totals) @ np.asarray(self.training.model.coefficients))
-        saved = weights.saved_bytes(state_bytes)
+        saved = weights.saved_bytes + saved_state_bytes
         gradients = weights.trained_bytes - weights.trained_shard_bytes
         gathered, room_bytes = weights.gathered_bytes(sample_cost), predicted_room(self.capacity_bytes)
         return replace(
             self,
             training=self.training.beside(gathered - saved, room_bytes),
             evaluation=self.evaluation.beside(gathered + gradients - saved, room_bytes),
-            optimizer_peak_bytes=self.optimizer_peak_bytes - weights.saved_bytes(state_bytes + transient_bytes),
+            optimizer_peak_bytes=self.optimizer_peak_bytes - saved - saved_step_bytes,
             gradient_bytes=weights.trained_shard_bytes,
         )
 

@@ -61,7 +61,7 @@ from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.catalogue import cards_that_hold, predicted_room
 from can_train.memory.meters import AbsentGpuMeter, is_on_meta
 from can_train.memory.out_of_memory import CatchOutOfMemory
-from can_train.memory.sharded_tensors import shard_of
+from can_train.memory.sharded_tensors import largest_shard, shard_of
 from can_train.task import Phase
 
 if TYPE_CHECKING:
@@ -596,23 +596,37 @@ class Explorer:
 
     @property
     def host_state_bytes(self) -> int:
-        """Bytes of the state of all phases' optimizers that wait on the host."""
-        return sum(one._optimizer_memory(offloaded=True).host_bytes for one in (self, *self.other_phases))
+        """Bytes of the state of all phases' optimizers that wait on the host of one rank."""
+        ranks = self.rung.ranks if self.shards is None else 1
+        phases = (self, *self.other_phases)
+        return sum(one._optimizer_memory(offloaded=True, ranks=ranks).host_bytes for one in phases)
+
+    def saved_by_shards(self) -> tuple[int, int]:
+        """Returns how much less the state of all phases' optimizers, and the phase's optimizer step beside it, take on
+        the device where the ranks of the rung in force share the model.
+        """
+        saved = []
+        for one in (self, *self.other_phases):
+            whole = one._optimizer_memory(offloaded=self.rung.offload_optimizer)
+            shard = one._optimizer_memory(offloaded=self.rung.offload_optimizer, ranks=self.rung.ranks)
+            saved.append((whole.state_bytes - shard.state_bytes, whole.transient_bytes - shard.transient_bytes))
+        return sum(state for state, _ in saved), saved[0][1]
 
     def make_optimizer(self, parameters: Sequence[nn.Parameter]) -> Optimizer:
         """Makes the phase's optimizer for some parameters."""
         return make_optimizer(list(parameters), self.training, self.training.lr, self.meter.device)
 
-    def _optimizer_memory(self, *, offloaded: bool) -> OptimizerMemory:
+    def _optimizer_memory(self, *, offloaded: bool, ranks: int = 1) -> OptimizerMemory:
         training = self.training
         with self.meter.host(), only_trained(self.model, self.phase):
-            trained = (offloaded, *((shard_of(one).shape, one.dtype) for one in self._parameters))
+            parameters: Sequence[Tensor] = self._parameters
+            if ranks > 1:
+                parameters = [largest_shard(one, ranks) for one in parameters]
+            trained = (offloaded, *((shard_of(one).shape, one.dtype) for one in parameters))
             if trained in self._optimizers:
                 return self._optimizers[trained]
             try:
-                self._optimizers[trained] = measure_optimizer(
-                    self._parameters, self.make_optimizer, offloaded=offloaded
-                )
+                self._optimizers[trained] = measure_optimizer(parameters, self.make_optimizer, offloaded=offloaded)
             except CanTrainError:
                 raise
             # An optimizer may be anybody's code.

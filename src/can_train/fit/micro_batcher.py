@@ -540,7 +540,8 @@ class MicroBatcher:
         if self.shards is None:
             return tries
         passes = self.shards.passes(kind=(id(self), *kind), run=compute, undo_scope=undo.undo_scope,
-                                    model=self._model, meter=self._meter, ladder=self.ladder)  # fmt: skip
+                                    model=self._model, meter=self._meter, ladder=self.ladder,
+                                    use_rung=self.use_rung)  # fmt: skip
         return self.shards.rounds(tries, passes)
 
     def limit_for(self, costs: BatchCosts) -> MicroBatchLimit:

@@ -22,6 +22,7 @@ from can_train.errors import first_sentence
 from can_train.memory.cuda_operators import is_on_device, offloading, on_host
 from can_train.memory.host import PINNED_SHARE, room_bytes
 from can_train.memory.out_of_memory import CatchOutOfMemory
+from can_train.memory.sharded_tensors import shard_of, sharded_like
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -107,7 +108,7 @@ class OffloadedState:
     @property
     def host_bytes(self) -> int:
         """Bytes of the state that are on the host."""
-        left = (value for value in self._values() if _can_move(value) and not is_on_device(value))
+        left = (value for value in self._values() if _movable_part(value) is not None and not is_on_device(value))
         return sum(value.nbytes for value in left) if self.is_on else 0
 
     @property
@@ -164,8 +165,10 @@ class OffloadedState:
         for parameter in self._parameters:
             state = self._optimizer.state.get(parameter, {})
             for name, value in state.items():
-                if _can_move(value) and not is_on_device(value):
-                    state[name] = _host_tensor(value, parameter.device).copy_(value)
+                part = _movable_part(value)
+                if part is not None and not is_on_device(part):
+                    copy = _host_tensor(part, shard_of(parameter).device).copy_(part)
+                    state[name] = _in_place_of(value, copy)
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
@@ -177,14 +180,18 @@ class OffloadedState:
             counts_on_host = not (group.get("capturable") or group.get("fused"))
             for parameter in group["params"]:
                 state = self._optimizer.state.get(parameter, {})
-                for name, value in state.items() if is_on_device(parameter) else ():
-                    is_small = isinstance(value, Tensor) and value.nbytes < LEAST_BYTES and not is_on_device(value)
-                    if is_small and not (name == "step" and counts_on_host):
-                        state[name] = torch.empty_like(value, device=parameter.device).copy_(value)
+                own = shard_of(parameter)
+                for name, value in state.items() if is_on_device(own) else ():
+                    if not isinstance(value, Tensor) or (name == "step" and counts_on_host):
+                        continue
+                    part = shard_of(value)
+                    if part.nbytes < LEAST_BYTES and not is_on_device(part):
+                        copy = torch.empty_like(part, device=own.device).copy_(part)
+                        state[name] = _in_place_of(value, copy)
 
     def _values(self) -> Iterator[Tensor]:
         for state in self._optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
+            yield from (shard_of(value) for value in state.values() if isinstance(value, Tensor))
 
     def _step(self, plain: Callable[[], Any]) -> None:
         optimizer = self._optimizer
@@ -226,9 +233,11 @@ class OffloadedState:
         there = _OnDevice()
         for parameter in chunk.parameters:
             state = self._optimizer.state.get(parameter, {})
-            for name, host in state.items():
-                if _can_move(host) and is_on_device(parameter) and not is_on_device(host):
-                    state[name] = torch.empty_like(host, device=parameter.device, pin_memory=False)
+            device = shard_of(parameter).device if is_on_device(shard_of(parameter)) else None
+            for name, value in state.items() if device is not None else ():
+                host = _movable_part(value)
+                if host is not None and not is_on_device(host):
+                    state[name] = _in_place_of(value, torch.empty_like(host, device=device, pin_memory=False))
                     there.hosts[id(parameter), name] = host
         stream = self._stream(chunk, 0)
         if stream is None:
@@ -248,12 +257,12 @@ class OffloadedState:
             state = self._optimizer.state.get(parameter, {})
             for name, value in state.items():
                 if (host := there.hosts.get((id(parameter), name))) is not None:
-                    value.copy_(host, non_blocking=True)
+                    shard_of(value).copy_(host, non_blocking=True)
 
     @staticmethod
     def _await(ready: _OnDevice, chunk: _Chunk) -> None:
         if ready.copied is not None:
-            torch.cuda.current_stream(chunk.parameters[0].device).wait_event(ready.copied)
+            torch.cuda.current_stream(shard_of(chunk.parameters[0]).device).wait_event(ready.copied)
 
     def _leave(self, chunk: _Chunk, ready: _OnDevice) -> _OnDevice:
         """Begins to copy the state of a chunk to the host."""
@@ -261,13 +270,14 @@ class OffloadedState:
         for parameter in chunk.parameters:
             state = self._optimizer.state.get(parameter, {})
             for name, value in state.items():
-                if not _can_move(value) or not is_on_device(value):
+                part = _movable_part(value)
+                if part is None or not is_on_device(part):
                     continue
                 host = ready.hosts.get((id(parameter), name))
-                if host is None or host.shape != value.shape or host.dtype != value.dtype:
-                    host = _host_tensor(value, value.device)
-                state[name] = host
-                pairs.append((host, value))
+                if host is None or host.shape != part.shape or host.dtype != part.dtype:
+                    host = _host_tensor(part, part.device)
+                state[name] = _in_place_of(value, host)
+                pairs.append((host, part))
         left.leaving = [value for _, value in pairs]
         stream = self._stream(chunk, 1)
         if stream is None:
@@ -294,7 +304,7 @@ class OffloadedState:
 
     def _stream(self, chunk: _Chunk, way: int) -> torch.cuda.Stream | None:
         """Returns the stream of copies to the device (0) or from it (1); None where there is no GPU."""
-        device = chunk.parameters[0].device
+        device = shard_of(chunk.parameters[0]).device
         if device.type != "cuda" or not torch.cuda.is_initialized():
             return None
         self._streams = self._streams or (torch.cuda.Stream(device), torch.cuda.Stream(device))
@@ -308,14 +318,14 @@ def _computed(closure: Callable[[], Any]) -> Any:
 
 def chunk_limit(parameters: Sequence[Tensor]) -> float:
     """Returns the bytes of parameters that a chunk may have."""
-    return min(_CHUNK_BYTES, _CHUNK_SHARE * sum(parameter.nbytes for parameter in parameters))
+    return min(_CHUNK_BYTES, _CHUNK_SHARE * sum(shard_of(parameter).nbytes for parameter in parameters))
 
 
 def in_chunks(parameters: Sequence[Tensor], limit_bytes: float) -> Iterator[list[Tensor]]:
     """Cuts parameters, in order, into chunks of at most some bytes; one that takes more is a chunk of its own."""
     chunk: list[Tensor] = []
     for parameter in parameters:
-        if chunk and sum(one.nbytes for one in chunk) + parameter.nbytes > limit_bytes:
+        if chunk and sum(shard_of(one).nbytes for one in (*chunk, parameter)) > limit_bytes:
             yield chunk
             chunk = []
         chunk.append(parameter)
@@ -323,9 +333,17 @@ def in_chunks(parameters: Sequence[Tensor], limit_bytes: float) -> Iterator[list
         yield chunk
 
 
-def _can_move(value: Any) -> bool:
-    is_dense = isinstance(value, Tensor) and value.layout is torch.strided
-    return is_dense and value.nbytes >= LEAST_BYTES and not is_traceable_wrapper_subclass(value)
+def _movable_part(value: Any) -> Tensor | None:
+    """Returns this rank's part of a value of the state, where it is large enough to wait on the host."""
+    part = shard_of(value) if isinstance(value, Tensor) else None
+    if part is None or part.layout is not torch.strided or part.nbytes < LEAST_BYTES:
+        return None
+    return None if is_traceable_wrapper_subclass(part) else part
+
+
+def _in_place_of(value: Any, part: Tensor) -> Tensor:
+    """Returns a tensor to keep in place of a value of the state: `part`, or a sharded tensor with it as this rank's."""
+    return part if shard_of(value) is value else sharded_like(part, value)
 
 
 def _host_tensor(like: Tensor, device: torch.device) -> Tensor:
@@ -354,15 +372,23 @@ def _hooks_called_once(optimizer: Any) -> Iterator[None]:
 @contextmanager
 def parameters_on_host(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Opens a span in which parameters are, without values, on the host: an optimizer makes its state beside them."""
-    held = [(parameter, parameter.data) for parameter in parameters]
+    held = [(parameter, shard_of(parameter.data)) for parameter in parameters]
     try:
         with offloading():
             for parameter, data in held:
-                parameter.data = torch.empty_like(data, device="cpu")
+                _set_data(parameter, torch.empty_like(data, device="cpu"))
             yield
     finally:
         for parameter, data in held:
-            parameter.data = data
+            _set_data(parameter, data)
+
+
+def _set_data(parameter: nn.Parameter, data: Tensor) -> None:
+    """Gives a parameter other values; of a sharded one, this rank's."""
+    if shard_of(parameter) is parameter:
+        parameter.data = data
+    else:
+        parameter._local_tensor = data
 
 
 def refusal(make: Callable[[Sequence[nn.Parameter]], Optimizer]) -> str:

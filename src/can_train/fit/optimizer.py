@@ -43,7 +43,7 @@ from can_train.errors import (
 from can_train.fit.offloaded_state import OffloadedState, parameters_on_host
 from can_train.io.units import size_text
 from can_train.memory.out_of_memory import FIRST_WAIT_S, CatchOutOfMemory, without_others
-from can_train.memory.sharded_tensors import shard_like, shard_of, sharded_optimizer
+from can_train.memory.sharded_tensors import load_sharded_optimizer, shard_like, shard_of
 from can_train.task import Phase
 
 if TYPE_CHECKING:
@@ -470,7 +470,10 @@ class Optimization:
             if part is self.scheduler and type(part) is not LambdaLR:
                 self._restore_own_schedule(state, fresh)
                 continue
-            part.load_state_dict(self._sharded(state[name]) if part is self.optimizer else state[name])
+            if part is self.optimizer:
+                load_sharded_optimizer(self.optimizer, state[name])
+            else:
+                part.load_state_dict(state[name])
             # PyTorch copies most of it unseen, and fails in the next step.
             now = part.state_dict()
             _check_form(own[name].get("param_groups", own[name]), now.get("param_groups", now))
@@ -491,12 +494,6 @@ class Optimization:
                 before = saved.get(number, {}).get(name)
                 if isinstance(before, Tensor) and before.dtype != value.dtype:
                     values[name] = before.to(value.device, copy=True)
-
-    def _sharded(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns a state of the optimizer with this rank's shards, where parameters are sharded."""
-        if all(shard_of(one) is one for one in self.parameters):
-            return state
-        return sharded_optimizer(self.optimizer, state)
 
     def _restore_own_schedule(self, state: dict[str, Any], fresh: Sequence[dict[str, Any]]) -> None:
         """Restores a task's own scheduler, whose state knows the length of its run. Where the run is longer by now, the

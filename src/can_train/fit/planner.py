@@ -165,11 +165,11 @@ class Planner:
 
     def _state_can_leave(self) -> bool:
         fit = self.training.fit
-        if self.meter.is_host or self.shards is not None or fit not in ("auto", "offload-optimizer", "offload-all"):
+        if self.meter.is_host or fit not in ("auto", "shard", "offload-optimizer", "offload-all"):
             return False
         make = partial(make_optimizer, training=self.training, lr=self.training.lr, device=self.meter.device)
         reason = refusal(make)
-        if reason and fit != "auto":
+        if reason and fit not in ("auto", "shard"):
             rule = f"training.fit={fit} keeps the state of an optimizer on the host"
             raise ConfigError(rule, value=f"{self.training.optimizer}: {reason}", remedy="Give --fit auto")
         return not reason

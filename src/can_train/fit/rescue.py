@@ -132,10 +132,13 @@ class Ladder:
         self.level, self.quiet = self.level + 1, 0
         return True
 
-    def go_to(self, level: int) -> None:
-        """Climbs to a rung that another rank has climbed to."""
-        if level > self.level:
-            self.level, self.quiet = min(level, len(self.rungs) - 1), 0
+    def go_to(self, level: int) -> bool:
+        """Climbs to a rung that another rank has climbed to; tells whether it is beyond this rank's."""
+        level = min(level, len(self.rungs) - 1)
+        if level <= self.level:
+            return False
+        self.level, self.quiet = level, 0
+        return True
 
     def without_recomputation(self) -> None:
         """Leaves the rungs out that compute modules again, for a model that cannot be; goes on to the next one."""

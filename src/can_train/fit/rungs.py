@@ -159,7 +159,8 @@ def rungs_of(  # noqa: PLR0913 - the model, the settings, and what the device an
         ConfigError: A pattern names no module.
     """
     if ranks > 1:
-        return tuple(replace(rung, ranks=ranks) for rung in rungs_of(model, fit, patterns, is_host=is_host))
+        alone = rungs_of(model, fit, patterns, is_host=is_host, state_can_leave=state_can_leave)
+        return tuple(replace(rung, ranks=ranks) for rung in alone)
     if fit in ("split", "off"):
         return (SPLIT_ALONE,)
     names = _matching(model, patterns) if patterns else tuple(candidates(model))

@@ -33,6 +33,7 @@ from can_train.memory.simulated.gpu import look_again
 if TYPE_CHECKING:
     from can_train.config.settings import TrainingSettings
     from can_train.fit.rescue import Ladder, Try
+    from can_train.fit.rungs import Rung
     from can_train.memory.meters import Meter
 
 T = TypeVar("T")
@@ -97,6 +98,7 @@ class Passes:
         kind: All that their collectives depend on, beside the rung.
         run: Runs a pass of samples start:stop.
         undo_scope: Opens the span of a pass, which is undone where it fails.
+        use_rung: Called with the rung of `ladder` after another rank has climbed to it.
     """
 
     kind: object
@@ -105,6 +107,7 @@ class Passes:
     model: nn.Module
     meter: Meter
     ladder: Ladder
+    use_rung: Callable[[Rung], object]
 
 
 class _Gather:
@@ -254,7 +257,8 @@ class Shards:
                 return
             # Ranks may have other rungs, but all of them rehearse at the same time.
             level = max(level for _, level in reports)
-            passes.ladder.go_to(level)
+            if passes.ladder.go_to(level):
+                passes.use_rung(passes.ladder.rung)
             passage = self._passage(part, passes, level)
             if part is None:
                 self._enter_alone(passage, passes)

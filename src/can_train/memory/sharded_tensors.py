@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +32,12 @@ def padded_numel(parameter: Tensor, ranks: int) -> int:
     return -(-parameter.shape[0] // ranks) * prod(parameter.shape[1:])
 
 
+def largest_shard(parameter: Tensor, ranks: int) -> Tensor:
+    """Makes a tensor without memory that has the sizes of a parameter's largest shard."""
+    rows = [-(-parameter.shape[0] // ranks), *parameter.shape[1:]] if parameter.dim() else []
+    return torch.empty(rows, dtype=parameter.dtype, device="meta")
+
+
 def padded(local: Tensor, parameter: Tensor, ranks: int) -> Tensor:
     """Returns this rank's shard of a parameter as a row, filled up with zeros."""
     flat = local.detach().reshape(-1)
@@ -38,11 +45,13 @@ def padded(local: Tensor, parameter: Tensor, ranks: int) -> Tensor:
 
 
 def sharded_like(local: Tensor, parameter: DTensor) -> Tensor:
-    """Makes a sharded tensor of this rank's shard."""
+    """Makes a sharded tensor of this rank's shard, which may wait on the host."""
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False,
-                              shape=parameter.shape, stride=parameter.stride())  # fmt: skip
+    meta = TensorMeta(parameter.shape, parameter.stride(), local.dtype)
+    # `from_local` would move it to the device of the mesh.
+    return DTensor(local, DTensorSpec(parameter.device_mesh, parameter.placements, meta), requires_grad=False)
 
 
 def whole(state: T, *, keep: bool) -> T:
@@ -54,7 +63,9 @@ def whole(state: T, *, keep: bool) -> T:
     def gathered(value: Tensor) -> Tensor:
         if not isinstance(value, DTensor):
             return value.detach().cpu()
-        sharded: Any = value.detach()
+        local = shard_of(value.detach())
+        # The ranks exchange tensors of the device.
+        sharded: Any = sharded_like(local.to(value.device_mesh.device_type), value)
         full: Tensor = sharded.full_tensor()
         return full.cpu() if keep else torch.empty(0)
 
@@ -74,16 +85,32 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
     return sharded_like(own.to(local.device, copy=True), sharded)
 
 
-def sharded_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a state of an optimizer with shards in the place of whole tensors that have a parameter's shape."""
+@dataclass(frozen=True)
+class _Held:
+    """A value that `Optimizer.load_state_dict` takes as it is: it moves tensors to the device of their parameter."""
+
+    value: Tensor
+
+
+def load_sharded_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Loads a state of an optimizer, with shards in the place of whole tensors that have a parameter's shape. They are
+    where the shards of the parameters are, which may be the host.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def of_parameter(number: int, values: dict[str, Any]) -> dict[str, Any]:
         like = parameters[number]
-        return {name: shard_like(value, like) if isinstance(value, Tensor) and value.shape == like.shape else value
-                for name, value in values.items()}  # fmt: skip
+        return {
+            name: _Held(shard_like(value, like))
+            if isinstance(value, Tensor) and value.shape == like.shape and shard_of(like) is not like
+            else value
+            for name, value in values.items()
+        }
 
-    return {**state, "state": {number: of_parameter(number, values) for number, values in state["state"].items()}}
+    held = {number: of_parameter(number, values) for number, values in state["state"].items()}
+    optimizer.load_state_dict({**state, "state": held})
+    for values in optimizer.state.values():
+        values |= {name: value.value for name, value in values.items() if isinstance(value, _Held)}
 
 
 def sharded_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

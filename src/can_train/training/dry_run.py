@@ -414,8 +414,7 @@ class _ExploredPhase:
         """Resolves the phase's plan for a target on the first rung that fits; raises DoesNotFitError."""
         planner, rungs = self._planner, self._planner.rungs
         if on_shards:
-            # The state of shards stays on their devices.
-            planner.rungs = tuple(replace(rung, ranks=planner.ranks) for rung in rungs if not rung.offload_optimizer)
+            planner.rungs = tuple(replace(rung, ranks=planner.ranks) for rung in rungs)
         try:
             return planner.on_first_rung(lambda: self._plan_on_rung(target, rule))
         finally:
@@ -459,9 +458,7 @@ class _ExploredPhase:
         need_bytes, ranks = explorer.optimizer_peak_bytes(), explorer.rung.ranks
         if ranks == 1:
             return need_bytes
-        optimizer = explorer.optimizer_memory()
-        kept_bytes = optimizer.state_bytes + explorer.others_state_bytes + optimizer.transient_bytes
-        return need_bytes - sharded_weights(explorer.model, ranks).saved_bytes(kept_bytes)
+        return need_bytes - sharded_weights(explorer.model, ranks).saved_bytes - sum(explorer.saved_by_shards())
 
     def _limits(self) -> DeviceLimits:
         """Returns the limits on the rung in force, which are measured once."""
@@ -479,11 +476,9 @@ class _ExploredPhase:
 
     def _shared_out(self, limits: DeviceLimits, ranks: int) -> DeviceLimits:
         explorer = self._planner.explorer
-        optimizer = explorer.optimizer_memory()
+        state_bytes, step_bytes = explorer.saved_by_shards()
         return limits.on_shards(
-            sharded_weights(explorer.model, ranks),
-            state_bytes=optimizer.state_bytes + explorer.others_state_bytes,
-            transient_bytes=optimizer.transient_bytes,
+            sharded_weights(explorer.model, ranks), saved_state_bytes=state_bytes, saved_step_bytes=step_bytes
         )
 
     def _room(self, capacity_bytes: int) -> float:
