@@ -18,10 +18,12 @@ from can_train.config.compose import RunRequest, resolve
 from can_train.fit.optimizer import Optimization, capture_generators, restore_generators
 from can_train.fit.sharding import Shards
 from can_train.memory.sharded_tensors import whole
+from can_train.runs.attempts import StopRequests
+from can_train.runs.run_folder import RunFolder
 from can_train.task import BatchTask
 from can_train.training import train as training_loop
 from can_train.training.distributed import ConnectedRanks, Ranks
-from can_train.training.train import make_session, recording_observation, take_step, train_new
+from can_train.training.train import make_session, recording_observation, take_step, train_new, train_on
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts
 
 MIB = 2**20
@@ -324,12 +326,17 @@ def _train(ranks: Ranks, folder: Path, request: RunRequest) -> None:
 
 
 def train_task(ranks: Ranks, folder: Path, *, task: str, devices: Sequence[str] = ("cpu",), **values: Any) -> None:
-    """Trains a task of a file, from the data to the judgement, each rank on a device of its own; `values` are settings
-    of the training.
+    """Trains a task of a file, from the data to the judgement, each rank on a device of its own; a run that is there
+    goes on. `values` are settings of the training.
     """
     paths = {"paths.runs_dir": str(folder / "runs"), "paths.state_dir": str(folder / "state")}
     named = {f"training.{name}": value for name, value in values.items()}
     device = devices[ranks.rank % len(devices)]
     reporter = Notices()
-    outcome = train_new(resolve(RunRequest(task=task, device=device, values=paths | named)), reporter, ranks)
+    run = resolve(RunRequest(task=task, device=device, values=paths | named))
+    there = sorted((folder / "runs").glob("*/config.yaml"))
+    if there:
+        outcome = train_on(run, RunFolder(there[0].parent), reporter, StopRequests(), ranks)
+    else:
+        outcome = train_new(run, reporter, ranks)
     torch.save((outcome.summary, reporter.texts), folder / f"outcome-{ranks.rank}.pt")

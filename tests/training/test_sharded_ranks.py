@@ -161,7 +161,44 @@ def test_memory_that_runs_out_on_the_last_rung_lets_the_run_go_on_as_shards(tmp_
     assert [one["limits"][""]["ranks"] for one in observed] == [1, 1, 2, 2]
 
 
+def test_state_of_shards_that_waits_on_the_host_trains_the_same_weights_also_after_a_stop(tmp_path: Path) -> None:
+    stopping = GROWING.replace("self.held = 25 * 2**17 if progress > 0.3 else 1", STOP_ONCE)
+    assert stopping != GROWING
+    (tmp_path / "stopping.py").write_text(WIDE[: WIDE.index("class Wide")] + stopping)
+    task = f"{tmp_path / 'stopping.py'}:Growing"
+    settings: dict[str, Any] = {"precision": "fp64", "num_workers": "0", "scheduler": "constant"}
+    (tmp_path / "stopped").touch()
+    weights = []
+    for name, ranks, device in (("large", 1, "sim:2GiB"), ("small", 2, "sim:84MiB")):
+        (tmp_path / name).mkdir()
+        given = {"task": task, "devices": [device], **settings}
+        if name == "small":
+            (tmp_path / "stopped").unlink()
+            assert run_ranks(ranks, train_task, tmp_path / name, **given) == [143] * ranks
+        assert run_ranks(ranks, train_task, tmp_path / name, **given) == [0] * ranks
+        (path,) = tmp_path.glob(f"{name}/runs/*/checkpoints/manifest.json")
+        newest = path.with_name(json.loads(path.read_text())["checkpoints"][0]["file"])
+        weights.append(torch.cat([one.flatten() for one in torch.load(newest)["model"].values()]))
+    assert relative_error(weights[1], weights[0]) <= 1e-12
+    (plan,) = tmp_path.glob("small/runs/*/plan.json")
+    rung = json.loads(plan.read_text())["rung"]
+    assert (rung["ranks"], rung["offload_optimizer"]) == (2, True)
+    result = json.loads(plan.with_name("result.json").read_text())
+    assert result["predicted_peak_bytes"] == pytest.approx(result["peak_memory_bytes"], rel=0.01)
+
+
+STOP_ONCE: Final = """
+        marker = Path(__file__).with_name("stopped")
+        if progress > 0.3 and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
+
 WIDE: Final = """
+import os
+import signal
+from pathlib import Path
+
 import torch
 from torch import nn
 
