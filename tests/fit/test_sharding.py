@@ -1,5 +1,7 @@
 """The arithmetic of a model that ranks share, and which of its modules are gathered one by one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -62,6 +64,17 @@ def test_limits_on_shards_are_less_weights_gradients_and_state(ranks: int) -> No
     assert saved == pytest.approx(4 * sizes.weight_bytes * (1 - 1 / ranks) - gathered, rel=2e-3)
     assert whole.optimizer_peak_bytes - shared.optimizer_peak_bytes == pytest.approx(saved + gathered)
     assert shared.gradient_bytes == sizes.trained_shard_bytes
+
+
+def test_gradients_that_decide_the_peaks_of_small_batches_are_shards_too() -> None:
+    whole, sizes = limits(0.9, 1.0), sharded_weights(deep(width=512, blocks=8), 4)
+    cost, gradients = sample_cost(whole), sizes.trained_bytes - sizes.trained_shard_bytes
+    line = whole.training.model.peak_bytes(cost)
+    points = ((cost, line + gradients + 1000), (3 * cost, line + 2 * cost))
+    model = replace(whole.training.model, below=points)
+    small = replace(whole, training=replace(whole.training, model=model))
+    shared = (one.on_shards(sizes, saved_state_bytes=0, saved_step_bytes=0).training.model for one in (small, whole))
+    assert next(shared).peak_bytes(cost) - next(shared).peak_bytes(cost) == pytest.approx(1000)
 
 
 def sample_cost(limits: DeviceLimits) -> float:

@@ -73,6 +73,10 @@ class CostModel:
             return on_line
         return max(on_line, float(np.interp(cost, *np.transpose(self.below))))
 
+    def with_small_batches_less(self, num_bytes: float) -> CostModel:
+        """Returns the model where the peaks of batches too small for the line are `num_bytes` less, or on the line."""
+        return replace(self, below=tuple((cost, peak - num_bytes) for cost, peak in self.below))
+
     def half_width(self, totals: NDArray[np.float64]) -> float:
         """Returns the half-width in bytes of the prediction interval of a batch with feature totals [F].
 
@@ -311,9 +315,11 @@ class DeviceLimits:
         saved = weights.saved_bytes + saved_state_bytes
         gradients = weights.trained_bytes - weights.trained_shard_bytes
         gathered, room_bytes = weights.gathered_bytes(sample_cost), predicted_room(self.capacity_bytes)
+        training = self.training.beside(gathered - saved, room_bytes)
         return replace(
             self,
-            training=self.training.beside(gathered - saved, room_bytes),
+            # The gradients of the pass itself, which decide the peaks of small batches, are shards too.
+            training=replace(training, model=training.model.with_small_batches_less(gradients)),
             evaluation=self.evaluation.beside(gathered + gradients - saved, room_bytes),
             optimizer_peak_bytes=self.optimizer_peak_bytes - saved - saved_step_bytes,
             gradient_bytes=weights.trained_shard_bytes,

@@ -83,6 +83,7 @@ class Explanation:
     largest_batch: int | None = None
     fits: bool | None = None
     rungs: Mapping[str, float] = field(default_factory=dict)  # Peak on further rungs, where no plan fits
+    ranks: int = 1  # That the plan shards the model over; the parts are those of the whole model
 
     @property
     def peak_bytes(self) -> float:
@@ -105,7 +106,7 @@ class Explanation:
             "peak_bytes": self.peak_bytes, "whole_batch_peak_bytes": self.whole_batch_peak_bytes,
             "largest_batch": self.largest_batch, "fits": self.fits,
             "kinds": self.by_kind, "rungs": dict(self.rungs), "parts": [vars(part) for part in self.parts],
-            "savings": [vars(saving) for saving in self.savings], "notices": list(self.notices),
+            "savings": [vars(saving) for saving in self.savings], "notices": list(self.notices), "ranks": self.ranks,
         }  # fmt: skip
 
     def write(self, folder: RunFolder) -> None:
@@ -198,7 +199,8 @@ def explain(  # noqa: PLR0913 - the step, and whether its changes are recorded
         savings = _savings(step, found.parts, peak_of) if changes else ()
         rungs = {} if plan is not None else _on_rungs(step, target.key, peak_of)
         return Explanation(device=target.key, samples=len(step.batch), num_parts=step.num_parts, parts=found.parts,
-                           savings=savings, basis=basis, notices=(*notices, *found.notices), rungs=rungs)  # fmt: skip
+                           savings=savings, basis=basis, notices=(*notices, *found.notices), rungs=rungs,
+                           ranks=step.rung.ranks)  # fmt: skip
     return _on_host(step, target.key, notices, changes=changes, fits=plan is not None)
 
 
@@ -212,7 +214,7 @@ def _on_host(step: TaskStep, device_key: str, notices: Sequence[str], *, changes
     return Explanation(
         device=device_key, samples=len(step.batch), num_parts=step.num_parts, parts=parts,
         savings=savings, rungs={} if fits else _on_rungs(step, device_key, _peak_on_host),
-        basis="run on the CPU, as the simulated GPU counts it", notices=tuple(notices),
+        basis="run on the CPU, as the simulated GPU counts it", notices=tuple(notices), ranks=step.rung.ranks,
     )  # fmt: skip
 
 

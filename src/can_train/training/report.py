@@ -349,8 +349,9 @@ def part_lines(plain: Mapping[str, Any]) -> list[str]:
     sizes = [size_text(part["num_bytes"]) for part in largest]
     width = max(map(len, sizes), default=0)
     samples, peak = counted(plain["samples"], "sample"), size_text(plain["peak_bytes"])
+    whole = " with the whole model" if plain.get("ranks", 1) > 1 else ""
     return [
-        f"A micro-batch of {samples} has a peak of {peak}. Its largest parts:",
+        f"A micro-batch of {samples}{whole} has a peak of {peak}. Its largest parts:",
         *(f"  {size:>{width}}  {_part_text(part)}" for size, part in zip(sizes, largest, strict=True)),
         *_rung_lines(plain.get("rungs", {})),
     ]
