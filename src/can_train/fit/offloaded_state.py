@@ -383,7 +383,7 @@ def parameters_on_host(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
             _set_data(parameter, data)
 
 
-def _set_data(parameter: nn.Parameter, data: Tensor) -> None:
+def _set_data(parameter: Any, data: Tensor) -> None:
     """Gives a parameter other values; of a sharded one, this rank's."""
     if shard_of(parameter) is parameter:
         parameter.data = data
