@@ -76,17 +76,18 @@ class LogicalBatch(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Predictions:
-    """Scores of a trained model for the samples of one test set, which are positive or negative.
+    """Scores of a trained model for the samples of one test set, which are positive or negative, or have no classes.
 
     Attributes:
         score: [R] the higher, the likelier a sample is positive.
-        positive: [R] whether it is.
-        flagged: [R] whether the model calls it positive, by its threshold.
+        positive: [R] whether it is; empty: the samples have no classes.
+        flagged: [R] whether the model calls it positive, by its threshold; empty: the samples have no classes.
         time_s: [R] seconds from the set's beginning to each sample's, for samples that are parts of a recording; empty:
             they are not.
         words: Nouns for a sample, a positive one and a negative one.
         confusion: Of a classifier of several classes: the number of samples of each class, by row, and predicted class.
             `score` is then the probability of the predicted class, and `positive` whether it is right.
+        score_name: Word for the score.
     """
 
     score: NDArray[np.floating[Any]]
@@ -95,6 +96,12 @@ class Predictions:
     time_s: NDArray[np.floating[Any]]
     words: tuple[str, str, str] = ("sample", "positive", "negative")
     confusion: Sequence[Sequence[int]] = ()
+    score_name: str = "score"
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether the samples are positive or negative."""
+        return len(self.positive) == len(self.score)
 
 
 Outputs = Callable[[NDArray[np.int64]], Mapping[str, Tensor]]

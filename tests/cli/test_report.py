@@ -8,10 +8,13 @@ from dataclasses import replace
 from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from can_train.cli.main import main
 from can_train.report.figures import (
@@ -34,6 +37,7 @@ from can_train.runs.recording import (
 )
 from can_train.runs.run_folder import RunFolder
 from can_train.task import Predictions
+from can_train.training.sample_task import Task
 from fakes.finished_runs import Shelf
 from fakes.trained_runs import finished_run
 
@@ -324,6 +328,59 @@ def test_a_classifier_of_several_classes_has_a_matrix_of_classes_and_its_surest_
     assert "<td>class 1</td><td>0</td><td>1</td><td>1</td><td>50.0%</td>" in text
     assert "<td>prediction 2</td><td>wrong</td><td>0.7</td>" in text
     Elements(text)
+
+
+class Levels(Task):
+    """Twelve numbers, of which a prediction is made in one of several forms."""
+
+    form = "number"
+
+    def datasets(self):
+        return {"train": [torch.zeros(1)] * 4, "test": [torch.tensor([(7 * n % 12) / 12]) for n in range(12)]}
+
+    def model(self):
+        return nn.Identity()
+
+    def loss(self, model, batch):
+        return {"error": (batch.sum(), len(batch))}
+
+    def predict(self, model, batch):
+        forms = {"number": batch, "shares": torch.cat([batch, 1 - batch], 1).bfloat16(), "vector": batch.repeat(1, 3),
+                 "text": ["12"] * len(batch)}  # fmt: skip
+        return forms[self.form]
+
+
+@pytest.mark.parametrize(
+    ("form", "shown"),
+    [
+        ("number", [(0, "0"), (7, "0.08333"), (2, "0.1667"), (9, "0.25"), (4, "0.3333"),
+                    (1, "0.5833"), (8, "0.6667"), (3, "0.75"), (10, "0.8333"), (5, "0.9167")]),
+        ("shares", [(6, "0.5"), (1, "0.582"), (11, "0.582"), (4, "0.668"), (8, "0.668"),
+                    (2, "0.832"), (10, "0.832"), (5, "0.918"), (7, "0.918"), (0, "1")]),
+        ("vector", None),
+        ("text", None),
+    ],
+)  # fmt: skip
+def test_predictions_without_classes_are_listed_at_both_ends(
+    shelf: Shelf, form: str, shown: list[tuple[int, str]] | None
+) -> None:
+    task = Levels()
+    task.form = form
+    parts = SimpleNamespace(parts=lambda rows: [task.outcome(nn.Identity(), rows, torch.device("cpu"), torch.float32)])
+    predictions = task.predictions(task.judge(parts), parts)
+    run = shelf.put(1, shelf.resolved("gat", "normal"))
+    record(run, predictions)
+    text = page(run, shelf)
+    Elements(text)
+    if shown is None:
+        assert "The run has recorded no scores of single samples." in text
+        return
+    name = {"number": "prediction", "shares": "probability"}[form]
+    assert f"Samples with the lowest and the highest {name}" in text
+    assert '<p class="muted">12 samples</p>' in text
+    assert [(number, score) for number, score in re.findall(r"<td>sample (\d+)</td><td>([\d.]+)</td>", text)] == [
+        (str(number), score) for number, score in shown
+    ]
 
 
 def test_probabilities_have_a_calibration_like_that_of_scikit_learn_and_other_scores_have_none() -> None:

@@ -397,6 +397,17 @@ def extremes_table(predictions: Predictions) -> TextTable:
     return TextTable(title, (sample, *times, "label", "score", "flagged"), rows)
 
 
+def ends_table(predictions: Predictions) -> TextTable:
+    """Lists the samples with the lowest and the highest scores, of samples without classes."""
+    import numpy as np
+
+    sample, name = predictions.words[0], predictions.score_name
+    order = np.argsort(predictions.score, kind="stable").tolist()
+    ends = dict.fromkeys([*order[:_EXTREMES], *order[-_EXTREMES:]])
+    rows = [(f"{sample} {number}", f"{predictions.score[number]:.4g}") for number in ends]
+    return TextTable(f"{sample.capitalize()}s with the lowest and the highest {name}", (sample, name), rows)
+
+
 def _curve_chart(
     title: str,
     what: str,

@@ -291,8 +291,12 @@ def _curves(run: ReportedRun) -> str:
     parts = []
     for name, predictions in run.predictions.items():
         sample, positive, negative = predictions.words
-        count = f"{len(predictions.score):,} {sample}s, {int(predictions.positive.sum()):,} of them {positive}"
+        of_class = f", {int(predictions.positive.sum()):,} of them {positive}" if predictions.has_classes else ""
+        count = f"{len(predictions.score):,} {sample}s{of_class}"
         parts.append(f'<div class="set"><h4>{escape(name)}</h4><p class="muted">{escape(count)}</p>')
+        if not predictions.has_classes:
+            parts.append(_tables([figures.ends_table(predictions)]) + "</div>")
+            continue
         label, charts = {"model": predictions}, list[Chart]()
         if not predictions.confusion and figures.has_both_classes(predictions):
             charts = [figures.precision_recall_chart("Precision and recall", label), figures.roc_chart("ROC", label)]

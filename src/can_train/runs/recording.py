@@ -224,9 +224,11 @@ def write_predictions(path: Path, predictions: Mapping[str, Predictions]) -> Non
     columns: dict[str, list[Any]] = {name: [] for name in _ARRAYS}
     for one in predictions.values():
         times = one.time_s if len(one.time_s) else np.full(len(one.score), np.nan)
-        for name, values in zip(_ARRAYS, (one.score, one.positive, one.flagged, times), strict=True):
+        classes = (one.positive, one.flagged) if one.has_classes else [np.zeros(len(one.score), bool)] * 2
+        for name, values in zip(_ARRAYS, (one.score, *classes, times), strict=True):
             columns[name].append(values)
-    sets = [{"name": name, "samples": len(one.score), "words": one.words, "confusion": one.confusion}
+    sets = [{"name": name, "samples": len(one.score), "words": one.words, "confusion": one.confusion,
+             "score_name": one.score_name, "has_classes": one.has_classes}
             for name, one in predictions.items()]  # fmt: skip
     try:
         path.unlink(missing_ok=True)
@@ -264,7 +266,10 @@ def read_predictions(path: Path) -> dict[str, Predictions]:
         columns = {name: array[start : start + test_set["samples"]] for name, array in arrays.items()}
         if np.isnan(columns["time_s"]).any():
             columns["time_s"] = np.empty(0, dtype=np.float32)
+        if not test_set["has_classes"]:
+            columns |= dict.fromkeys(("positive", "flagged"), np.empty(0, dtype=bool))
         predictions[test_set["name"]] = Predictions(**columns, words=tuple(test_set["words"]),
-                                                    confusion=test_set.get("confusion", ()))  # fmt: skip
+                                                    confusion=test_set.get("confusion", ()),
+                                                    score_name=test_set["score_name"])  # fmt: skip
         start += test_set["samples"]
     return predictions

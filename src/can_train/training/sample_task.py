@@ -51,6 +51,8 @@ _LOOK: Final = 64  # Samples that are looked at to find out whether samples diff
 _PADDED: Final = 1  # Row lengths of padded batches grow memory linearly,
 _SQUARED: Final = 2  # and attention between their positions with the square
 _DIGITS: Final = 4  # Significant ones of a figure that is shown
+_MOST_SHARES: Final = 10_000  # Of a prediction that is read as shares
+_SHARES_ATOL: Final = 1e-2  # By which shares miss a sum of 1 in half precision
 _MOST_COLUMNS: Final = 4  # Of metrics, beside each other within 80 columns
 
 Rows = NDArray[np.int64]
@@ -849,7 +851,7 @@ class Task(BatchTask):
             for name, rows in self.test_sets.items():
                 outcomes = score.parts(rows)
                 tests[name] = self.judge_rows(rows, outcomes, self)
-                self._classified[name] = self._classify(rows, outcomes)
+                self._classified[name] = self._classify(rows, outcomes) or _scored(outcomes)
         whole = self._scores(self.validation_rows, [part for of_set in parts.values() for part in of_set])
         if len(validated) == 1:
             return {VALIDATION: whole, TEST: tests}
@@ -857,7 +859,7 @@ class Task(BatchTask):
         return {VALIDATION: whole, _VALIDATION_SETS: several, TEST: tests}
 
     def predictions(self, judgement: Mapping[str, Any], score: Any) -> Mapping[str, Predictions]:
-        """Returns the predicted classes of each test set, of which `judge` has the outcomes."""
+        """Returns the predicted classes, or the scores, of each test set, of which `judge` has the outcomes."""
         return {name: one for name, one in self._classified.items() if one is not None}
 
     def _classify(self, rows: Rows, parts: Sequence[PartOutcome]) -> Predictions | None:
@@ -870,7 +872,7 @@ class Task(BatchTask):
         if labels is None:
             return None
         where, truth = f"{type(self).__name__}.labels", np.array([int(label) for label in labels])
-        numbers = [np.ravel(np.asarray(each, np.float64)) for each in predictions]
+        numbers = [_numbers(each) for each in predictions]
         count = len(numbers[0])
         if len(truth) != len(numbers) or {len(each) for each in numbers} != {count} or count == 1:
             raise DataError(f"{where} and predict do not match", value=f"{len(truth)} labels, {len(numbers)} "
@@ -1313,6 +1315,30 @@ def _lengths(sample: Any) -> dict[str | Feature, float]:
 def _loss_name(term: str) -> str:
     """Names a loss term among the metrics."""
     return term if term == "loss" else f"{term} loss"
+
+
+def _numbers(prediction: Any) -> NDArray[np.float64]:
+    # NumPy has no bfloat16.
+    return np.ravel(np.asarray(prediction.double() if isinstance(prediction, Tensor) else prediction, np.float64))
+
+
+def _scored(parts: Sequence[PartOutcome]) -> Predictions | None:
+    """Scores samples without classes: by their predictions where these are single numbers, by the largest share where
+    these are shares that add up to 1; None where they are neither.
+    """
+    predictions = [value for part in parts for value in part.predictions or ()]
+    try:
+        sizes = {each.numel() if isinstance(each, Tensor) else np.size(each) for each in predictions}
+        if len(sizes) != 1 or not 0 < min(sizes) <= _MOST_SHARES or isinstance(predictions[0], str | bytes):
+            return None
+        numbers = np.stack([_numbers(each) for each in predictions])
+    except (TypeError, ValueError):
+        return None
+    are_shares = (numbers >= 0).all() and np.allclose(numbers.sum(1), 1, atol=_SHARES_ATOL)
+    if not np.isfinite(numbers).all() or (numbers.shape[1] > 1 and not are_shares):
+        return None
+    return Predictions(score=numbers.max(1), positive=np.empty(0, bool), flagged=np.empty(0, bool), time_s=np.empty(0),
+                       score_name="prediction" if numbers.shape[1] == 1 else "probability")  # fmt: skip
 
 
 def tables(judgement: Mapping[str, Any]) -> Sequence[TextTable]:
