@@ -33,7 +33,7 @@ def sync(
 ) -> None:
     """Copy runs to a folder or another machine by rsync. Given again, it copies only changes."""
     locator = RunLocator(runs_dir, state_dir)
-    runs, place = _split(names)
+    runs, place = _split(names, "sync")
     _copy(locator, locator.statuses(runs), place, as_json=as_json)
 
 
@@ -50,7 +50,7 @@ def archive(
     from can_train.cli.delete import ask_to_delete, check_deletable, delete_run, folder_size
 
     locator = RunLocator(runs_dir, state_dir)
-    runs, place = _split(names)
+    runs, place = _split(names, "archive")
     statuses = locator.statuses(runs)
     known = [status.known for status in statuses]
     check_deletable(locator, statuses)
@@ -69,11 +69,11 @@ def archive(
         print_text(f"Deleted {total}.")
 
 
-def _split(names: Sequence[str]) -> tuple[list[str], str]:
+def _split(names: Sequence[str], command: str) -> tuple[list[str], str]:
     *runs, place = names
     if not runs:
         raise ConfigError("PLACE is missing", value=place,
-                          remedy=f"Name a folder or a machine: can-train sync {place} user@host:runs")  # fmt: skip
+                          remedy=f"Name a folder or a machine: can-train {command} {place} user@host:runs")  # fmt: skip
     # A place that begins with a hyphen would be an option of rsync or ssh.
     if place.startswith("-") or (":" in place and not _REMOTE.fullmatch(place) and "/" not in place.partition(":")[0]):
         raise ConfigError("A place is a folder or user@host:path", value=repr(place), remedy="Write it as me@host:runs")

@@ -130,7 +130,7 @@ class Bendr(Task):
         sets = self._checked(self._cut(recordings, [of[recording.path] for recording in recordings] if of else []))
         if times > 1:
             self.estimated_train_rows = round(len(sets["train"]) * times)
-            self.sample_note = f"Planned from the beginning of {len(recordings)} of the recordings"
+            self.sample_note = f"planned from the beginning of {len(recordings)} of the recordings"
         return self._weighted(sets)
 
     def _checked(self, sets: dict[str, Windows]) -> dict[str, Windows]:
