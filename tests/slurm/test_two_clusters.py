@@ -270,6 +270,17 @@ def test_a_submission_records_the_cluster_that_took_the_job(
         assert jobs == [slurm_job(job["job_id"], cluster) for job in submitted]
 
 
+def test_a_submission_to_one_of_several_clusters_names_the_one_that_took_the_job(
+    runs: Runs, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine("beta", "alpha").write("beta", "sbatch", "Submitted batch job 12 on cluster alpha\n")
+    line = ("--model", "gat", "--dataset", "synthetic", "--submit", "--clusters", "beta,alpha", *runs.flags)
+    assert main(line) == 0
+    (run,) = runs.registry.runs()
+    assert capsys.readouterr().out.splitlines()[0] == f"{run.run_id}  job 12 on alpha"
+    assert runs.registry.jobs(run.run_id)[0].cluster == "alpha"
+
+
 @pytest.mark.parametrize(
     ("clusters", "partition", "fact"),
     [

@@ -330,7 +330,9 @@ def print_jobs(run: ResolvedRun, jobs: Sequence[JobRecord], expects: str, sweep:
     kind = "job" if cluster.executor == "slurm" else "process"
     labels = [each.label for each in sweep] or [""] * len(jobs)
     for job, label in [*zip(jobs, labels, strict=True)][:_MAX_LISTED]:
-        print_text("  ".join(filter(None, [job.run_id, f"{kind} {job.job_id}", label])))
+        # Two clusters may have a job of the same number.
+        name = job.slurm_job if cluster.clusters else job.job_id
+        print_text("  ".join(filter(None, [job.run_id, f"{kind} {name}", label])))
     if len(jobs) > _MAX_LISTED:
         print_text(f"... and {len(jobs) - _MAX_LISTED} more, to {kind} {jobs[-1].job_id}")
     if cluster.executor == "slurm":

@@ -568,10 +568,12 @@ def read_clusters(names: str) -> list[str]:
     """Returns the clusters of `--clusters`, where `all` means each one that the accounting knows.
 
     Raises:
+        NoControllerError: SLURM does not answer at all.
         ConfigError: The accounting knows no cluster of a name, or does not answer.
     """
     asked, known = cluster_names(names), cluster_names(_EVERY_CLUSTER) if names else []
     if names and not known:
+        local_cluster()  # raises where no SLURM answers
         raise ConfigError("SLURM finds other clusters through its accounting, which knows none here", value=names,
                           remedy="Leave out --clusters, and submit on a login node of the cluster")  # fmt: skip
     for name in asked:
