@@ -162,6 +162,7 @@ def test_a_search_that_was_killed_goes_on_with_the_values_of_its_trial(own: tupl
         (("--trials", "3", "--search", "grid", *AXES), "Unknown value of --search: 'grid'"),
         (("--set", "training.lr=interval(1e-4,1e-2)"), "The values of the sweep cannot be listed"),
         (("--trials", "3", "--set", "training.lr=interval(1e-2,1e-4)"), "An interval needs a low and a higher end"),
+        (("--trials", "3", "--set", "training.lr=interval(1e-4)"), "An interval needs a low and a higher end"),
         (("--trials", "3", "--set", "training.lr=tag(log,interval(0,1))"), "A logarithmic scale begins above 0"),
         (("--trials", "3", "--set", "task.hidden=interval(0.5,8)"), "task.hidden is a whole number"),
         (("--trials", "3", "--set", "training.lr=interval(-1,1)"), "training.lr"),

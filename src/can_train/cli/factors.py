@@ -198,7 +198,7 @@ def _print_replay(store: FactorStore, key: str | None, device: str | None, name:
 
 
 def _size_rows(summary: FactorSummary, sizes: Sequence[Sequence[ReplayedSize]]) -> Iterator[tuple[str, ...]]:
-    """Yields a row for each run and phase whose micro-batches were timed; times are those of a sample."""
+    """Yields a row for each run and phase whose micro-batches were timed. Times are per sample."""
     for run, of_run in zip(summary.runs, sizes, strict=True):
         for size in of_run:
             yield (

@@ -25,7 +25,7 @@ _STATUS_INTERVAL_S: Final = 5.0  # between two questions to SLURM, whose control
 _READ_BYTES: Final = 2**20
 _END_LINES: Final = 5  # of the log of each run of a sweep
 _CUT_OFF: Final = re.compile(r"(?:\r|\x1b(?:\[[\d;:]{0,64})?)\Z")
-# Lines by which submitit tells how it loads and ends a job's function; they are no part of what the run prints.
+# Lines by which submitit tells how it loads and ends a job's function; they do not belong to the run's output.
 _OF_SUBMITIT: Final = re.compile(r"^submitit INFO \([^)\n]*\) - .*\n?", re.MULTILINE)
 _OF_SUBMITIT_BEGIN: Final = "submitit INFO ("
 _RANK: Final = re.compile(r"_(\d+)_log\.(out|err)$")  # submitit's names of logs end in the rank

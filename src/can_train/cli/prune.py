@@ -53,7 +53,7 @@ class Prunable:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """The folders in which files are looked for."""
+    """The folders that are searched for files."""
 
     state: Path
     cache: Path  # of prepared data
@@ -61,7 +61,7 @@ class Places:
 
     @property
     def text(self) -> str:
-        """The folders of what can be made again, in words."""
+        """The folders whose files can be made again, in words."""
         return str(self.state) if self.state in self.cache.parents else f"{self.state} and {self.cache}"
 
 

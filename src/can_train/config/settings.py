@@ -181,7 +181,7 @@ class ClusterSettings:
     begin: str = ""
     """Earliest start: 16:00, now+2hours, 2027-01-31T08:00."""
     nice: str = ""
-    """Number by which the job's priority is lowered."""
+    """The job's priority is lowered by this number."""
     comment: str = ""
     """Text that SLURM keeps with the job."""
     job_name: str = ""
@@ -201,7 +201,7 @@ class ClusterSettings:
     srun_args: Sequence[str] = ()
     """Further arguments of srun (--cpu-bind=none)."""
     container: str = ""
-    """Image in which a job trains: a file, or a name as docker://... for Apptainer or nvcr.io#... for Pyxis."""
+    """Image of the container of a job: a file, or a name as docker://... for Apptainer or nvcr.io#... for Pyxis."""
     container_runtime: str = "auto"
     """Program that runs the image: pyxis, apptainer, or auto: Pyxis where srun has it, else Apptainer."""
     container_mounts: Sequence[str] = ()
@@ -242,7 +242,9 @@ class ClusterSettings:
         ):
             check_range(f"cluster.{name}", getattr(self, name), low=0)
         if self.pack not in ("", AUTO_PACK):
-            check_range("cluster.pack", self.runs_per_job, low=1, high=MOST_PACKED)
+            if not 1 <= self.runs_per_job <= MOST_PACKED:
+                raise SettingError(f"cluster.pack is {AUTO_PACK}, or a number of runs from 1 to {MOST_PACKED}",
+                                   value=repr(self.pack))  # fmt: skip
             if self.nodes > 1 or self.ranks_per_node > 1:
                 raise ConfigError("cluster.pack puts several runs on one GPU, and each run trains in one process",
                                   value=f"{self.nodes * self.ranks_per_node} processes a run",

@@ -88,7 +88,11 @@ def _axis(text: str) -> SearchAxis | None:
     """Reads the axis of an assignment; None: it has one value, or cannot be read, which composition reports."""
     try:
         override = parser().parse_override(text)
-    except UNREADABLE:
+    except UNREADABLE as error:
+        key, _, value = text.partition("=")
+        if value.strip().startswith("interval("):
+            raise ConfigError("An interval needs a low and a higher end", value=text,
+                              remedy=f"Write it as '{key}=interval(1e-4,1e-2)'") from error  # fmt: skip
         return None
     if not override.is_sweep_override():
         return None

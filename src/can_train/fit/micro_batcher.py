@@ -579,8 +579,8 @@ class MicroBatcher:
         """Computes samples start:stop forward and backward; returns their share of each term's mean, with its
         denominators.
         """
-        # The host makes the inputs of a micro-batch while the device computes the one before: a GPU works through what
-        # it was given by itself. A thread would draw random numbers in another order, and inputs that are made before
+        # The host makes the inputs of a micro-batch while the device computes the one before: a GPU works through its
+        # queue by itself. A thread would draw random numbers in another order, and inputs that are made before
         # the part is known to fit would have to be dropped after a rescue.
         self._meter.begin_part()
         with computed_on(self._rung, self._model):

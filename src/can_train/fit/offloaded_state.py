@@ -243,7 +243,7 @@ class OffloadedState:
         if stream is None:
             self._copy(chunk, there)
             return there
-        # The memory may be in use by what the device was given before.
+        # Kernels that the device was given before may still use the memory.
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         if self._last_copied is not None:
             stream.wait_event(self._last_copied)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from can_train.memory.meters import Meter
 
 _AUTOCAST: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_DEFAULTS: Final[dict[str, dict[str, Any]]] = {"sgd": {"momentum": 0.9}}  # that differ from those of the class
+_DEFAULTS: Final[dict[str, dict[str, Any]]] = {"sgd": {"momentum": 0.9}}  # that differ from the class's defaults
 _BETAS: Final = [0.9, 0.999]  # of `training.betas`: PyTorch's own; an optimizer of another package may have others
 _FUSED: Final = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # that PyTorch has a kernel of on GPUs
 _UNLIMITED: Final = 2**62
@@ -284,7 +284,7 @@ def tf32(training: TrainingSettings, device: torch.device) -> Iterator[None]:
         products.allow_tf32, convolutions.allow_tf32 = before
 
 
-_IMAGE_DIMS: Final = 4  # Samples, channels, height and width; and those of a convolution's weights
+_IMAGE_DIMS: Final = 4  # Samples, channels, height and width; a convolution's weights have as many
 
 
 def use_channels_last(model: nn.Module) -> nn.Module:

@@ -722,7 +722,7 @@ class OffloadedActivations(saved_tensors_hooks):
         stream = self._stream(whole)
         if stream is None:
             return whole.copy_(entry.copy)
-        # Its memory may be in use by what the device was given before.
+        # Kernels that the device was given before may still use its memory.
         stream.wait_stream(torch.cuda.current_stream(whole.device))
         with torch.cuda.stream(stream):
             whole.copy_(entry.copy, non_blocking=True)

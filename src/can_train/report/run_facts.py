@@ -337,7 +337,7 @@ def comparison_tables(runs: Sequence[ComparedRun]) -> list[TextTable]:
 
 def incomparable(runs: Sequence[ComparedRun], metric: str) -> str:
     """Names what differs between runs and makes their values of a metric incomparable; empty: they can be compared. A
-    loss is that of its data and of its kind of model; a score is that of its test samples.
+    loss depends on the data and on the kind of model, a score on the test samples.
     """
     settings = differences([run.settings for run in runs])
     kinds = {"tasks": ["task"], "data": [name for name in settings if name.startswith("dataset.")]}

@@ -201,7 +201,7 @@ class _Entry(msgspec.Struct, array_like=True, gc=False):
     groups: list[int]  # its groups of settings, as places in the table of groups
     state: str = ""  # empty: not settled
     ended: int = 0  # identity of the files that tell how a run without a result ended
-    unanswered_s: int = 0  # time at which SLURM did not answer; 0: it did
+    unanswered_s: int = 0  # time of a question that SLURM did not answer; 0: it answered
     scores: msgspec.Raw = _NO_SCORES  # `ranked_values`
     figures: msgspec.Raw = _NO_FIGURES  # `RunFigures`
 

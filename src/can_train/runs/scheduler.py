@@ -96,7 +96,7 @@ class NoControllerError(CanTrainError):
 
 
 NEVER_SATISFIED: Final = "DependencyNeverSatisfied"
-"""The only reason for which a job waits forever."""
+"""The only reason that lets a job wait forever."""
 
 _REASONS: Final[Mapping[str, str]] = {
     "Priority": "other jobs come before it",

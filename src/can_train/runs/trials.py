@@ -83,7 +83,7 @@ class SettingsSearch:
 
     @property
     def rungs(self) -> list[int]:
-        """Epochs at which a trial may end early."""
+        """Epochs after which a trial may end early."""
         rungs = {math.ceil(self.epochs / REDUCTION**power) for power in range(1, _RUNGS + 1)}
         return sorted(rung for rung in rungs if rung < self.epochs) if self.stops_losers else []
 

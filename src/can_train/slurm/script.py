@@ -161,7 +161,7 @@ MAX_DEFAULT_CPUS: Final = 8
 MAX_DEFAULT_MEMORY_MIB: Final = 32 * 2**10
 """Largest default memory of a rank in MiB; data sets in memory need far less."""
 WORKER_MEMORY_MIB: Final = 2**10
-"""Memory of a process that reads samples, beside what it shares with its rank, in MiB."""
+"""Memory in MiB of a process that reads samples, without the memory that it shares with its rank."""
 _SETS_MEMORY: Final = frozenset(("mem-per-cpu", "mem-per-gpu", "exclusive"))
 _SETS_CPUS: Final = frozenset(("cpus-per-gpu", "exclusive", "threads-per-core"))
 """Other sbatch options through which a user decides the amount."""
@@ -363,7 +363,7 @@ def parameters(
 
 
 def python_command(cluster: ClusterSettings, code: Path, paths: Sequence[Path] = ()) -> str:
-    """Returns the shell words that start the job's Python; the arguments are those of `parameters`."""
+    """Returns the shell words that start the job's Python. Arguments: see `parameters`."""
     if cluster.container:
         return container.command(cluster, paths, Path.cwd(), str(code / "src"))
     return '"$python"' if _chooses_python(cluster) else shlex.quote(sys.executable)

@@ -83,7 +83,7 @@ class Explanation:
     largest_batch: int | None = None
     fits: bool | None = None
     rungs: Mapping[str, float] = field(default_factory=dict)  # Peak on further rungs, where no plan fits
-    ranks: int = 1  # That the plan shards the model over; the parts are those of the whole model
+    ranks: int = 1  # That the plan shards the model over; the parts belong to the whole model
 
     @property
     def peak_bytes(self) -> float:

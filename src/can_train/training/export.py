@@ -63,8 +63,8 @@ FORMATS: Final = (*ENDINGS, HUGGINGFACE)
 
 _SIZES: Final = (3, 5, 1, 4, 2, 6)  # samples of the batches that a program is traced with and compared for
 
-# Names that wrappers of PyTorch put before those of the model's own weights, anywhere; and that of DataParallel and
-# DistributedDataParallel, which a part of a model may also have: it is left out where all weights have it.
+# Names that wrappers of PyTorch put before the names of the model's own weights, anywhere. DataParallel and
+# DistributedDataParallel put `module`, which a part of a model may also have: it is left out where all weights have it.
 _WRAPPERS: Final = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _PARALLEL: Final = "module."
 

@@ -33,7 +33,7 @@ PREDICTION: Final = "prediction"
 STDOUT: Final = "-"
 _MOST_PARTS: Final = 1000  # columns of one prediction; longer ones are a list in one cell
 _MOST_CLASSES: Final = 100  # classes whose probabilities have a column each
-_SUM_ERROR: Final = 1e-2  # by which shares may miss a sum of 1: half precision has three digits
+_SUM_ERROR: Final = 1e-2  # of the sum of shares, which is 1 in theory: half precision has three digits
 _PIECE_ROWS: Final = 1 << 16  # rows of a row group of Parquet
 _OWN_COLUMNS: Final = "Write Task.columns; see docs/tasks.md"
 

@@ -823,7 +823,7 @@ def load_checkpoint(parts: Parts, *, skip: int = 0) -> dict[str, Any] | None:
     checkpoints = Checkpoints(parts.folder.checkpoints_path)
 
     def load() -> dict[str, Any] | None:
-        # The device has room for one copy of what it is to hold.
+        # The device has room for one copy of the checkpoint's tensors.
         with parts.meter.host():
             return checkpoints.load(parts.reporter, check=_check_progress, skip=skip)
 

@@ -572,7 +572,7 @@ def _lost(session: Session, epoch: int) -> str:
 
 
 def _train_epoch(session: Session, stage: Stage) -> EpochFigures:
-    """Trains to the end of the current epoch; returns its figures, without those of a validation."""
+    """Trains to the end of the current epoch; returns its figures, without the figures of a validation."""
     progress, training = session.progress, session.training
     freeze(session.model, training, epoch=progress.epoch)
     steps = session.epochs.steps(progress.epoch)

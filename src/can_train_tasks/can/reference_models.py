@@ -129,7 +129,7 @@ class FinishedNetwork(WindowModel):
         except (KeyError, RuntimeError) as error:
             # PyTorch lists the differences line by line, under a headline.
             fields = [line.strip().rstrip(".") for line in str(error).splitlines()]
-            raise CheckpointError("A run's weights are those of its settings",
+            raise CheckpointError("The weights of a run fit the model of its settings",
                                   value=f"{finished.run_id}: {'; '.join(fields[1:] or fields)}",
                                   remedy="Copy the run once more from where it was trained, or train it anew"
                                   ) from error  # fmt: skip

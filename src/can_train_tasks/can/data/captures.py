@@ -176,7 +176,7 @@ def _pcap_packets(buffer: bytes, links: list[_Link]) -> tuple[_Packets, int]:
 
 
 def _pcapng_packets(buffer: bytes, links: list[_Link]) -> tuple[_Packets, int]:
-    """Does the same for a pcapng file; adds the interfaces that it describes to `links`."""
+    """Reads the packets of a pcapng file; adds the interfaces that it describes to `links`."""
     packets, position = _Packets(), 0
     while position + 12 <= len(buffer):
         order = links[-1].order if links else "<"

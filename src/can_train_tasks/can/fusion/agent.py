@@ -382,7 +382,7 @@ class FinishedFusion(WindowModel):
             agent.load_state_dict(dict(finished.weights))
         except RuntimeError as error:
             raise CheckpointError(
-                "A run's weights are those of its settings",
+                "The weights of a run fit the model of its settings",
                 value=f"{finished.run_id}: {error}".splitlines()[0],
                 remedy="Train the run anew: can-train resubmit RUN",
             ) from error
