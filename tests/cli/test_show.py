@@ -8,6 +8,7 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.config.compose import changed_settings
+from fakes.databases import TRUCK_DBC
 from fakes.finished_runs import Shelf
 from fakes.trained_runs import finished_run
 
@@ -32,6 +33,22 @@ def test_the_settings_that_differ_from_the_presets_are_shown_with_the_default(sh
         "training.lr": {"value": 0.5, "default": preset.training.lr},
         "dataset.synthetic.seconds": {"value": 5.0, "default": 0.0},
     }
+
+
+def test_a_setting_with_the_content_of_a_file_is_cut_where_it_is_shown(
+    shelf: Shelf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "truck.dbc").write_text(TRUCK_DBC)
+    sets = (f"dataset.dbc={tmp_path / 'truck.dbc'}",)
+    runs = [shelf.put(number, shelf.resolved("gat", "normal", sets=each)) for number, each in enumerate(((), sets))]
+    lines = shown(capsys, str(runs[1].path), *shelf.flags).splitlines()
+    assert [line.split() for line in lines if "dataset.dbc" in line] == [
+        ["dataset.dbc", "truck.dbc;zlib,eNrNk0tv2…", "(default:", "none)"]
+    ]
+    assert main(("compare", *(str(run.path) for run in runs), *shelf.flags)) == 0
+    printed = capsys.readouterr().out
+    assert "truck.dbc;zlib,eNrNk0tv2…" in printed
+    assert max(map(len, printed.splitlines())) < 200
 
 
 def test_the_folder_of_a_run_that_another_one_builds_on_is_a_setting_that_differs(shelf: Shelf) -> None:

@@ -316,7 +316,7 @@ def comparison_tables(runs: Sequence[ComparedRun]) -> list[TextTable]:
         "largest micro-batch": [_cell(run.memory["largest_micro_batch"]) for run in runs],
         "rescues": [_cell(run.memory["rescues"]) for run in runs],
     }
-    settings = {name: [_NONE if value in (None, "") else str(value) for value in values]
+    settings = {name: [_NONE if value in (None, "") else value_text(value) for value in values]
                 for name, values in differences([run.settings for run in runs]).items()}  # fmt: skip
     tables = [
         _table("Runs", "", runs, course, notes=[f"{run.name}: {run.status.known.record.key}" for run in runs]),
@@ -379,7 +379,7 @@ def sweep_table(runs: Sequence[ComparedRun]) -> TextTable:
         state = run.status.state.label
         if trial is not None and trial.trial.stopped_after and state == FINISHED:
             state = f"ended after {trial.trial.stopped_after}"
-        values = [_NONE if each[index] in (None, "") else str(each[index]) for each in settings.values()]
+        values = [_NONE if each[index] in (None, "") else value_text(each[index]) for each in settings.values()]
         number = (_NONE if trial is None else str(trial.trial.number),) if has_numbers else ()
         rows.append((value, (*number, run.name, state, *values, _cell(run.status.progress.epoch), _cell(value, ".4g"))))
     differing = incomparable(runs, best.metric)

@@ -1,9 +1,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from can_train.cli.main import main
+from can_train.config.compose import from_plain
+from can_train.reporter import SilentReporter
+from can_train.runs.run_folder import RunFolder
+from can_train_tasks.can.data.dataset import load_data
 from can_train_tasks.can.synthetic.writing import format_rows
 from fakes.databases import TRUCK_DBC
 from fakes.simulated_drives import benign_drive
@@ -94,9 +99,11 @@ def test_the_signals_of_a_run_are_those_of_its_benign_training_windows(capsys):
     run, log = finished_run("gat"), own_log(finished_run("gat"))
     assert main(["show", str(run), "--signals", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    trained = sum(each["frames"] for each in told)
-    assert trained % WINDOW == 0
-    assert 1_000 < trained < 3_200  # four fifths of 4,000 frames, without validation and the windows with an attack
+    dataset = from_plain(RunFolder(run).config()).dataset
+    data = load_data(dataset, run, run.parents[1] / "state" / "cache", SilentReporter())
+    benign = np.count_nonzero(data.flat.label[data.split.train] == 0)
+    assert 0 < benign < len(data.split.train)
+    assert sum(each["frames"] for each in told) == benign * WINDOW
     assert main(["signals", str(log), "--json"]) == 0
     every = {each["id"]: each for each in json.loads(capsys.readouterr().out)}
     assert all(each["bytes"] == every[each["id"]]["bytes"] for each in told)

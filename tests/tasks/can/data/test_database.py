@@ -68,6 +68,10 @@ def test_any_sender_of_a_j1939_group_has_the_signals_of_its_message():
     truck = Database.parse(TRUCK_DBC, "truck.dbc")
     names = [message and message.name for message in map(truck.message, (0x0CF004FE, 0x0CF00400, 0x18FEF131, 0x123))]
     assert names == ["EEC1", "EEC1", "CCVS1", None]
+    # Below format F0, the second byte of an ID is the receiver.
+    addressed = Database.parse(TRUCK_DBC.replace("2566844926", str(0x8C000000)), "truck.dbc")
+    assert addressed.message(0x0C000B03).name == "CCVS1"
+    assert addressed.message(0x0C010B03) is None
     standard = Database.parse(TRUCK_DBC.replace('"J1939PG";\n', '"StandardCAN";\n'), "truck.dbc")
     assert standard.message(0x0CF00400) is None
 
