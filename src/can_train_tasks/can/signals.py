@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 import typer
 
 from can_train.cli.output import print_aside, print_json, print_tables, working
-from can_train.errors import ConfigError, unknown_name
+from can_train.errors import CanTrainError, ConfigError, unknown_name
 from can_train.reporter import COLUMNS, TextTable, wrapped
 
 if TYPE_CHECKING:
@@ -293,7 +293,13 @@ def _benign_frames(log: Path, channel: str) -> Frames:
     if not log.is_file():
         rule = "A log is a file, and this is a folder" if log.is_dir() else "There is no such log"
         raise ConfigError(rule, value=str(log), remedy="Name a file that candump or a logger wrote")
-    blocks = list(LogReader(log, CanDatasetSettings(path=str(log), channel=channel)).blocks())
+    try:
+        blocks = list(LogReader(log, CanDatasetSettings(path=str(log), channel=channel)).blocks())
+    except CanTrainError as error:
+        # `signals` takes no settings of a data set.
+        if "--set" in error.remedy:
+            error.remedy = "Save the log in one of these formats, as candump -l does"
+        raise
     if not blocks:
         raise ConfigError("The log has no frames", value=str(log), remedy="Name another log")
     frames = Frames.concatenate(blocks)

@@ -139,3 +139,11 @@ def test_a_run_of_another_task_has_no_signals(tmp_path, capsys):
     assert capsys.readouterr().err == (
         "error: The data of this task have no signals: muon.\n--signals goes with runs of: can.\n"
     )
+
+
+def test_a_file_that_is_no_log_gets_a_remedy_that_the_command_takes(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("no log at all\n")
+    assert main(["signals", str(tmp_path / "notes.txt")]) == 2
+    fact, remedy = capsys.readouterr().err.splitlines()
+    assert fact.startswith("error: The log is in none of the formats")
+    assert remedy == "Save the log in one of these formats, as candump -l does."
