@@ -256,7 +256,9 @@ def test_usage_counts_the_hours_of_gpus_and_the_share_that_was_lost(
     runs = Runs(tmp_path)
     for number in range(5):
         has_failed = number in (0, 4)
-        path = runs.add(number, None if has_failed else RESULT)
+        # The kernels of every other run were sampled.
+        sampled = RESULT | ({"gpu_utilisation": number / 10} if number % 2 else {})
+        path = runs.add(number, None if has_failed else sampled)
         # Ten seconds on two GPUs, the last one on a processor.
         runs.submit(path, str(number), executor="local", resources={"gpus-per-node": "a100:2"} if number < 4 else {})
         begin(path)
@@ -264,10 +266,16 @@ def test_usage_counts_the_hours_of_gpus_and_the_share_that_was_lost(
     found = json.loads(said(capsys, "runs", "--usage", "--json", *runs.flags))
     assert found["all"]["all runs"] == {
         "runs": 5, "hours": pytest.approx(50 / 3600), "gpu_hours": pytest.approx(80 / 3600),
-        "lost_share": pytest.approx(30 / 90), "peak_share": pytest.approx(0.62),
+        "lost_share": pytest.approx(30 / 90), "peak_share": pytest.approx(0.62), "utilisation": pytest.approx(0.2),
     }  # fmt: skip
     assert list(found["week"]) == ["2026-W01"]
     shown = said(capsys, "runs", "--usage", "--state", "failed", *runs.flags)
     assert "100%" in shown
+    assert "busy" not in shown
+    together = said(capsys, "runs", "--usage", *runs.flags).partition("Together")[2].splitlines()
+    assert [line.split() for line in together[1:3]] == [
+        ["all", "runs", "hours", "GPU-hours", "lost", "peak", "busy"],
+        ["all", "runs", "5", "0.0", "0.0", "33%", "62%", "20%"],
+    ]
     assert max(map(len, shown.splitlines())) <= 80
     assert "--usage has tables" in said(capsys, "runs", "--usage", "--best", "mcc", *runs.flags, code=2)

@@ -1,6 +1,7 @@
 """Which steps are measured, and that no peak is lost or taken for another's."""
 
 import doctest
+from collections.abc import Iterator
 from dataclasses import asdict
 from inspect import signature
 from typing import Any
@@ -93,6 +94,19 @@ def test_steps_are_measured_from_the_warm_up_on_at_the_interval(
     told = steps(monitor, *[0] * total)
     first = min(warmup, total - 1) if known else warmup
     assert [step for step, counted in enumerate(told) if counted] == list(range(first, total, interval))
+
+
+def test_the_utilisation_of_a_run_is_the_mean_of_its_measured_steps() -> None:
+    class Sampled(CpuMeter):
+        shares: Iterator[float | None] = iter([0.5, None, 0.9])
+
+        def utilisation(self) -> float | None:
+            return next(self.shares)
+
+    monitor = MemoryMonitor(meter=Sampled(), interval=10, warmup=0)
+    assert monitor.utilisation is None
+    steps(monitor, *[0] * 30)
+    assert monitor.utilisation == pytest.approx(0.7)
 
 
 def test_a_run_without_steps_may_be_announced() -> None:

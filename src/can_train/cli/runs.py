@@ -349,6 +349,8 @@ class _Usage:
     device_hours: float = 0.0
     failed_hours: float = 0.0
     peaks: list[float] = field(default_factory=list)
+    busy_hours: float = 0.0  # In which kernels ran, of the hours of runs whose GPU was sampled
+    sampled_hours: float = 0.0
 
     def add(self, figures: RunFigures, *, has_failed: bool) -> None:
         """Adds a run."""
@@ -359,13 +361,17 @@ class _Usage:
         self.device_hours += hours * max(1, figures.gpus)
         self.failed_hours += hours * max(1, figures.gpus) if has_failed else 0.0
         self.peaks += [figures.peak_share] if figures.peak_share is not None else []
+        if figures.utilisation is not None:
+            self.busy_hours += hours * max(1, figures.gpus) * figures.utilisation
+            self.sampled_hours += hours * max(1, figures.gpus)
 
     @property
     def facts(self) -> dict[str, float | int | None]:
         """The figures by name."""
         return {"runs": self.runs, "hours": self.hours, "gpu_hours": self.gpu_hours,
                 "lost_share": self.failed_hours / self.device_hours if self.device_hours else 0.0,
-                "peak_share": sum(self.peaks) / len(self.peaks) if self.peaks else None}  # fmt: skip
+                "peak_share": sum(self.peaks) / len(self.peaks) if self.peaks else None,
+                "utilisation": self.busy_hours / self.sampled_hours if self.sampled_hours else None}  # fmt: skip
 
 
 def _print_usage(listed: RunList, *, as_json: bool) -> None:
@@ -380,17 +386,23 @@ def _print_usage(listed: RunList, *, as_json: bool) -> None:
         print_json({title: {name: each.facts for name, each in rows.items()} for title, rows in tables.items()})
         return
     notes = ["lost: the share of the time of runs that failed; peak: the mean peak of what is usable"]
-    columns = ("runs", "hours", "GPU-hours", "lost", "peak")
-    print_tables([TextTable(f"By {title}" if title != "all" else "Together", (title, *columns), _usage_rows(rows),
+    columns: tuple[str, ...] = ("runs", "hours", "GPU-hours", "lost", "peak")
+    is_sampled = any(each.sampled_hours for each in tables["all"].values())
+    if is_sampled:
+        notes.append("busy: the share of the time in which the GPU's kernels ran, of runs that sampled it")
+        columns = (*columns, "busy")
+    print_tables([TextTable(f"By {title}" if title != "all" else "Together", (title, *columns),
+                            _usage_rows(rows, is_sampled=is_sampled),
                             notes if title == "all" else [])
                   for title, rows in tables.items() if rows], pipe_columns=COLUMNS)  # fmt: skip
 
 
-def _usage_rows(rows: Mapping[str, _Usage]) -> list[tuple[str, ...]]:
+def _usage_rows(rows: Mapping[str, _Usage], *, is_sampled: bool) -> list[tuple[str, ...]]:
     ordered = sorted(rows.items(), key=lambda item: (-item[1].gpu_hours, -item[1].hours))
+    shares = ("lost_share", "peak_share", *(("utilisation",) if is_sampled else ()))
     return [
-        (name, str(each.runs), f"{each.hours:.1f}", f"{each.gpu_hours:.1f}", f"{each.facts['lost_share']:.0%}",
-         f"{peak:.0%}" if (peak := each.facts["peak_share"]) is not None else "")
+        (name, str(each.runs), f"{each.hours:.1f}", f"{each.gpu_hours:.1f}",
+         *("" if (share := each.facts[key]) is None else f"{share:.0%}" for key in shares))
         for name, each in ordered
     ]  # fmt: skip
 

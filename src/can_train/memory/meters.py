@@ -118,6 +118,10 @@ class Meter(ABC):
         """Returns how often the allocator has released its cache because an allocation did not fit."""
         return 0
 
+    def utilisation(self) -> float | None:
+        """Returns the share of the last second in which kernels ran, from 0 to 1; None where nobody samples it."""
+        return None
+
     def available_bytes(self) -> int:
         """Returns the bytes that this process could have in use now: its reserved bytes, and free bytes."""
         return self.capacity_bytes
@@ -280,6 +284,16 @@ class CudaMeter(Meter):
         """Waits for the kernels, which run on after their launch has returned, and reads the clock."""
         torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+    def utilisation(self) -> float | None:
+        """Returns the share of the last second in which kernels ran, as the driver sampled it: other processes' kernels
+        count, too. None without the package nvidia-ml-py, and where the driver does not tell, as for a MIG slice.
+        """
+        # NVML's errors are classes of that package.
+        try:
+            return torch.cuda.utilization(self.device) / 100
+        except Exception:  # noqa: BLE001
+            return None
 
     def moment(self) -> object:
         """Records an event in the stream of the kernels."""

@@ -66,6 +66,7 @@ class MemoryMonitor:
         # Largest (allocated, reserved) bytes: of the run, since the last rescue, and since the last step began; 0 where
         # nothing was measured.
         self._run = self._since_rescue = self.last_step = (0, 0)
+        self._utilisations: list[float] = []
 
     @contextmanager
     def step(self, *resident: Resident) -> Iterator[bool]:
@@ -92,6 +93,8 @@ class MemoryMonitor:
         finally:
             if counted:
                 self.read()
+            if measured and (share := self.meter.utilisation()) is not None:
+                self._utilisations.append(share)
 
     def read(self) -> None:
         """Adds the meter's peaks to the largest so far; to be called before other code resets the meter."""
@@ -141,6 +144,11 @@ class MemoryMonitor:
         """Largest allocated bytes since the last rescue, or since the first step where there was none."""
         self.read()
         return self._since_rescue[0]
+
+    @property
+    def utilisation(self) -> float | None:
+        """Mean share of the time in which kernels ran, sampled in measured steps; None where nobody samples it."""
+        return sum(self._utilisations) / len(self._utilisations) if self._utilisations else None
 
     @property
     def peak_share(self) -> float | None:

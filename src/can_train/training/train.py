@@ -1043,6 +1043,7 @@ def _result(session: Session) -> dict[str, Any]:
         "predicted_peak_bytes": session.fullest.run_plan.predicted_peak_bytes,
         "peak_memory_bytes": monitor.peak_bytes or None,
         "peak_memory_pct": monitor.peak_share,
+        "gpu_utilisation": monitor.utilisation,
         "judgement": judgement,
         # As text, since who lists the run later does not import its task.
         "summary_tables": [_plain_table(table) for table in session.task.summary_tables(judgement)],
