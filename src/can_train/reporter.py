@@ -301,9 +301,10 @@ def figure_text(name: str, value: float | str) -> str:
 
 
 def amount_text(done: int, total: int | None, unit: str) -> str:
-    """Writes how much of a stage is done: `3/8 steps`, `1/4 MiB`."""
+    """Writes how much of a stage is done: `3/8 steps`, `1/4 MiB`, `96/300 KiB`."""
     if unit == "bytes":
-        return f"{done / 2**20:.0f}/{total / 2**20:.0f} MiB" if total else f"{done / 2**20:.0f} MiB"
+        size, name = (2**20, "MiB") if (total or done) >= 2**20 else (2**10, "KiB")
+        return f"{done / size:.0f}/{total / size:.0f} {name}" if total else f"{done / size:.0f} {name}"
     amount = f"{done:,}/{total:,}" if total else f"{done:,}"
     return f"{amount} {unit.removesuffix('s') if (total or done) == 1 else unit}"
 

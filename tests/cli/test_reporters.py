@@ -8,7 +8,7 @@ import pytest
 from can_train.cli.output import TerminalReporter, Verbosity, _Bar, make_reporter
 from can_train.errors import ConfigError
 from can_train.io.records import open_to_append
-from can_train.reporter import EpochFigures, LineReporter, LoggedReporter, epoch_lines
+from can_train.reporter import EpochFigures, LineReporter, LoggedReporter, amount_text, epoch_lines
 
 MARKUP = ("[/x]", "[bold]", "[link=x]", "[/__w/pair.cc:537]", ":warning:")
 
@@ -186,3 +186,8 @@ def test_a_log_that_cannot_be_written_stops_nothing_and_is_told(tmp_path: Path, 
     told = " ".join(shown.getvalue().split())
     assert told == f"note: Notices are not written to the log: {path}: {why} note: still here"
     assert not (tmp_path / "precious").exists()
+
+
+def test_a_stage_of_less_than_a_mib_is_counted_in_kib() -> None:
+    small, large = amount_text(98304, 307200, "bytes"), amount_text(2**20, 2**22, "bytes")
+    assert (small, large, amount_text(1, 1, "steps")) == ("96/300 KiB", "1/4 MiB", "1/1 step")

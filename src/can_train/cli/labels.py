@@ -72,5 +72,8 @@ def _change(locator: RunLocator, name: str, change: dict[str, list[str] | str], 
         print_json([{"run_id": run.run_id, "tags": [*each.tags], "note": each.note or None} for run, each in shown])
         return
     for run, each in shown:
-        words = [f"tags {' '.join(each.tags)}" if each.tags else "no tags", f"note: {each.note}" if each.note else ""]
-        print_text(f"{short_name(run.run_id)}  {'; '.join(filter(None, words))}")
+        words = [
+            f"tags {' '.join(each.tags)}" if each.tags else "no tags",
+            f"note: {each.note}" if each.note else "no note",
+        ]
+        print_text(f"{short_name(run.run_id)}  {'; '.join(words)}")
