@@ -57,7 +57,7 @@ def test_alarms_are_listed_with_their_lines_and_reasons_in_eighty_columns(line: 
     out = " ".join(out.split())
     assert f"{other} lines 2-4,001, " in out
     assert " 200 windows, score " in out
-    assert " (> -1e+09), attack (attack) ID " in out
+    assert " (> -1e+09), attack ID " in out
     assert " frames in 0." in out
 
 
