@@ -74,8 +74,9 @@ def test_showers_drawn_without_the_real_ones_have_the_score_of_an_evaluation(
     capsys.readouterr()
     assert main(["evaluate", str(run), "--json", "--device", "cpu"]) == 0
     judged = json.loads(capsys.readouterr().out)["judgement"]["test"]["test"]["model"]
+    # The file has single precision, which some processors round otherwise in batches of another size.
     for name, value in scored.items():
-        assert value == pytest.approx(judged[name], rel=1e-9), name
+        assert value == pytest.approx(judged[name], rel=1e-6), name
 
 
 @pytest.mark.parametrize("ending", ["parquet", "csv", "h5"])
