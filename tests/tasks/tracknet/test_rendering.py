@@ -50,7 +50,7 @@ def test_an_existing_folder_is_used_and_another_setting_has_another(tmp_path: Pa
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StateError, match="--state-dir"):
+    with pytest.raises(StateError, match="export CAN_TRAIN_CACHE=FOLDER"):
         synthetic_folder(tmp_path / "file", VIDEO, SilentReporter())
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
