@@ -417,7 +417,7 @@ def test_a_task_that_predicts_nothing_is_told_apart(said: Said, tmp_path: Path) 
         (("--set", "training.lr=1"), "A finished run keeps all settings but its data's and its task's"),
         (("--out", "no/such/folder.csv"), "The predictions cannot be written"),
         (("--out", "folder/"), "The predictions of this task are one file"),
-        (("--dataset", "nobody.csv"), "Unknown data set"),
+        (("--dataset", "nobody.csv"), "There is no such file or folder"),
     ],
 )
 def test_a_line_that_cannot_be_followed_is_refused(said: Said, words: tuple[str, ...], rule: str) -> None:

@@ -269,7 +269,7 @@ class WindowEvaluation(Evaluation):
             baselines = Baselines((*constant_baselines(), lookup), dict.fromkeys(FITTED_BASELINES, _NOT_FITTED))
         judgement = judging.judge_at(data.flat, split, detectors, baselines, hold)
         judgement["absent"] |= self._absent
-        for name in ("benign", "rare_ids", "bases", "bus_load", "rules"):
+        for name in ("benign", "rare_ids", "bases", "bus_load", "rules", "learned"):
             if self.own_split and name in self._result:
                 judgement[name] = self._result[name]
         samples, rows = self._samples(split, detectors[judging.TRAINED].scores.test, chosen.value)
