@@ -13,6 +13,7 @@ from can_train.config.settings import CHOICES, TrainingSettings
 from can_train.config.task_settings import import_from
 from can_train.errors import CanTrainError, ConfigError
 from can_train.fit.optimizer import make_optimizer, measure_optimizer, state_bytes
+from can_train.memory.sharded_tensors import load_sharded_optimizer
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NAMES = CHOICES["optimizer"]
@@ -197,3 +198,11 @@ def test_each_entry_of_a_gradient_is_clipped_once_after_unscaling_and_before_the
     clipped = torch.tensor([0.5, -0.5, 0.25])
     expected = clipped * 0.1 * (norm / clipped.norm() if norm else 1.0)
     assert (before - layer.weight.detach())[0].tolist() == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+def test_a_state_that_an_optimizer_keeps_beside_those_of_parameters_is_loaded_as_it_is() -> None:
+    makes = [torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9) for _ in range(2)]
+    before, after = makes
+    before.state["whole run"] = {"calls": 3}  # type: ignore[index]
+    load_sharded_optimizer(after, before.state_dict())
+    assert after.state["whole run"] == {"calls": 3}  # type: ignore[index]

@@ -29,13 +29,17 @@ def shard_of(tensor: Tensor) -> Tensor:
 
 def padded_numel(parameter: Tensor, ranks: int) -> int:
     """Returns the elements of a shard: some ranks fill theirs up with zeros."""
-    return -(-parameter.shape[0] // ranks) * prod(parameter.shape[1:])
+    return prod(_largest_sizes(parameter, ranks))
 
 
 def largest_shard(parameter: Tensor, ranks: int) -> Tensor:
     """Makes a tensor without memory that has the sizes of a parameter's largest shard."""
-    rows = [-(-parameter.shape[0] // ranks), *parameter.shape[1:]] if parameter.dim() else []
-    return torch.empty(rows, dtype=parameter.dtype, device="meta")
+    sizes = _largest_sizes(parameter, ranks) if parameter.dim() else []
+    return torch.empty(sizes, dtype=parameter.dtype, device="meta")
+
+
+def _largest_sizes(parameter: Tensor, ranks: int) -> list[int]:
+    return [-(-parameter.shape[0] // ranks), *parameter.shape[1:]]
 
 
 def padded(local: Tensor, parameter: Tensor, ranks: int) -> Tensor:
@@ -97,6 +101,10 @@ def load_sharded_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     where the shards of the parameters are, which may be the host.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if all(shard_of(one) is one for one in parameters):
+        # An optimizer may keep a state of its own beside those of parameters.
+        optimizer.load_state_dict(state)
+        return
 
     def of_parameter(number: int, values: dict[str, Any]) -> dict[str, Any]:
         like = parameters[number]
