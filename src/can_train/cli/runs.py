@@ -355,15 +355,16 @@ class _Usage:
     def add(self, figures: RunFigures, *, has_failed: bool) -> None:
         """Adds a run."""
         hours = (figures.seconds or 0.0) / 3600
+        device_hours = hours * max(1, figures.gpus)
         self.runs += 1
         self.hours += hours
         self.gpu_hours += hours * figures.gpus
-        self.device_hours += hours * max(1, figures.gpus)
-        self.failed_hours += hours * max(1, figures.gpus) if has_failed else 0.0
+        self.device_hours += device_hours
+        self.failed_hours += device_hours if has_failed else 0.0
         self.peaks += [figures.peak_share] if figures.peak_share is not None else []
         if figures.utilisation is not None:
-            self.busy_hours += hours * max(1, figures.gpus) * figures.utilisation
-            self.sampled_hours += hours * max(1, figures.gpus)
+            self.busy_hours += device_hours * figures.utilisation
+            self.sampled_hours += device_hours
 
     @property
     def facts(self) -> dict[str, float | int | None]:

@@ -1014,10 +1014,10 @@ def _dataset(task: TaskSettings, text: str | None, folders: Sequence[Path]) -> t
         return "", {"dataset.path": str(path), "dataset.name": slug}
     here = get_close_matches(text, [each.name for each in Path().iterdir()])
     near = f": {', '.join(map(shlex.quote, here))}" if here else ""
-    remedy = f"ive the path of a file or a folder that exists{near}"
+    one = f"the path of a file or a folder that exists{near}"
     if not named:
-        raise ConfigError("There is no such file or folder", value=repr(text), remedy=f"G{remedy}")
-    raise unknown_name("data set", text, named, more=f"; or g{remedy}")
+        raise ConfigError("There is no such file or folder", value=repr(text), remedy=f"Give {one}")
+    raise unknown_name("data set", text, named, more=f"; or give {one}")
 
 
 def _misfit(error: OmegaConfBaseException, key: str, value: Any) -> ConfigError:

@@ -230,9 +230,14 @@ class ShardedWeights:
     block_bytes: tuple[int, ...]  # Of each block, in order
 
     @property
+    def saved_gradient_bytes(self) -> int:
+        """How much less gradients take on one rank."""
+        return self.trained_bytes - self.trained_shard_bytes
+
+    @property
     def saved_bytes(self) -> int:
         """How much less weights and gradients take on one rank."""
-        return self.weight_bytes - self.weight_shard_bytes + self.trained_bytes - self.trained_shard_bytes
+        return self.weight_bytes - self.weight_shard_bytes + self.saved_gradient_bytes
 
     def gathered_bytes(self, sample_cost: float) -> int:
         """Returns the most that a pass takes for gathered weights, and for gradients that are not added up yet, beside
@@ -313,7 +318,7 @@ class DeviceLimits:
         """
         sample_cost = float(np.asarray(self.training.mean_totals) @ np.asarray(self.training.model.coefficients))
         saved = weights.saved_bytes + saved_state_bytes
-        gradients = weights.trained_bytes - weights.trained_shard_bytes
+        gradients = weights.saved_gradient_bytes
         gathered, room_bytes = weights.gathered_bytes(sample_cost), predicted_room(self.capacity_bytes)
         training = self.training.beside(gathered - saved, room_bytes)
         return replace(

@@ -68,6 +68,10 @@ class DatabaseSignal:
     multiplexer: str = ""
     pages: tuple[int, ...] = ()
 
+    def is_exactly(self, bits: Sequence[int]) -> bool:
+        """Tells whether these bits, in their order, are the signal in each frame, as a whole number."""
+        return self.bits == tuple(bits) and not self.is_float and not self.multiplexer
+
     def raw(self, payloads: Payloads) -> NDArray[Any]:
         """Returns raw values [M], for payloads that have all bits of the signal."""
         value = np.zeros(len(payloads), np.uint64)
@@ -108,12 +112,8 @@ class DatabaseMessage:
     signals: Sequence[DatabaseSignal] = ()
 
     def signals_in(self, bits: Sequence[int]) -> Sequence[DatabaseSignal]:
-        """Returns the signals with any of these bits; a signal of exactly these bits, in their order, alone.
-
-        A signal that is a number of its own in each frame has exactly these bits: it is not multiplexed, and no float.
-        """
-        exact = [each for each in self.signals
-                 if each.bits == tuple(bits) and not each.is_float and not each.multiplexer]  # fmt: skip
+        """Returns the signals with any of these bits; a signal that is exactly these bits, alone."""
+        exact = [each for each in self.signals if each.is_exactly(bits)]
         return exact[:1] or [each for each in self.signals if not set(each.bits).isdisjoint(bits)]
 
     def decode(self, payloads: Payloads, length: NDArray[np.uint8]) -> Iterator[tuple[DatabaseSignal, Bools, Floats]]:

@@ -135,7 +135,7 @@ class NamedSignals:
             return None
         first, is_mean = signals[0], name in BYTES
         # The mean of a byte says nothing about the mean of a signed value.
-        if list(first.bits) != _BITS[name] or first.is_float or first.multiplexer or (is_mean and first.signed):
+        if not first.is_exactly(_BITS[name]) or (is_mean and first.signed):
             return cls(names=[each.name for each in signals])
         scale, offset = (first.scale, first.offset) if is_mean else (abs(first.scale), 0.0)
         value, usual = (None if each is None else scale * each + offset for each in values)
