@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_FailuresAtOnce(reporter))
     # Two workers on two cores: threads that wait for each other's cores would make every training many times slower.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("POLARS_MAX_THREADS", "1")
     # Else each of a thousand processes compiles can-train anew.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Deterministic algorithms need it on a GPU, and cuBLAS reads it once.
@@ -73,6 +75,12 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CAN_TRAIN_CONFIG", os.devnull)
 
 
+@pytest.fixture
+def data_prepared_once(monkeypatch: pytest.MonkeyPatch, shared: Path) -> None:
+    """One cache of prepared data for tests that are not about it: the smallest data set takes 6 s of a processor."""
+    monkeypatch.setenv("CAN_TRAIN_CACHE", str(shared / "prepared"))
+
+
 _MANY_MODULES = 300
 """Imported by one of the large libraries."""
 
@@ -98,6 +106,15 @@ def earlier_tests_are_no_garbage() -> None:
 def imports_are_no_garbage() -> None:
     if len(sys.modules) > _frozen_modules + _MANY_MODULES:
         _freeze()
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[Path]:
+    """In place of Python, where a test is not about the start of a process: modules have been imported there."""
+    from fakes.processes import python_with_imports
+
+    with python_with_imports() as program:
+        yield program
 
 
 @pytest.fixture(scope="session")

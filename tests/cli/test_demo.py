@@ -33,11 +33,11 @@ def left_behind(folder: Path) -> list[Path]:
 
 @pytest.mark.slow
 def test_the_demo_prints_what_its_page_shows_and_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: Path
 ) -> None:
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("CAN_TRAIN_PYTHON", sys.executable)
+    monkeypatch.setenv("CAN_TRAIN_PYTHON", str(warm_python))
     for made, shown in differences("demo", tmp_path / "here"):
         assert made == shown
     assert left_behind(tmp_path) == []

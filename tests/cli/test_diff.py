@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -55,13 +56,14 @@ def git(*arguments: str) -> None:
 
 
 @pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: Path) -> Path:
     """A repository with the task in a folder of it, in which commands run."""
     try:
         compiled_library()
     except NoCudaDispatchError as error:
         pytest.skip(f"CUDA's dispatch cannot be had here: {error.value}")
     monkeypatch.setenv("CAN_TRAIN_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(sys, "executable", str(warm_python))
     folder = tmp_path / "repository" / "tasks"
     folder.mkdir(parents=True)
     (folder / "sums.py").write_text(dedent(TASK))

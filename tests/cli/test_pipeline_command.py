@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +19,45 @@ LINE = ("pipeline", "--dataset", "synthetic", "--set", "dataset.synthetic.second
 SMALL = ("--set", "autoencoder:model.hidden=[8]")
 
 
-def start(folder: Path, *arguments: str) -> Command:
-    return Command(*LINE, *Shelf(folder).flags, *arguments)
+pytestmark = pytest.mark.usefixtures("data_prepared_once")
 
 
-def pipeline(folder: Path, *arguments: str, code: int = 0) -> tuple[list[dict[str, Any]], str]:
-    """Runs a pipeline to its end; returns its JSON, and what it said beside."""
-    with start(folder, *arguments, "--json") as process:
-        assert process.wait() == code, process.stderr
-        out, err = process.stdout, process.stderr
-    found: list[dict[str, Any]] = json.loads(out) if out else []
-    return found, err
+@dataclass(frozen=True)
+class Pipeline:
+    """Calls `can-train pipeline` with folders of its own."""
+
+    folder: Path
+    python: Path  # that the stages are started with
+
+    def start(self, *arguments: str) -> Command:
+        return Command(*LINE, *Shelf(self.folder).flags, *arguments, python=self.python)
+
+    def __call__(self, *arguments: str, code: int = 0) -> tuple[list[dict[str, Any]], str]:
+        """Runs a pipeline to its end; returns its JSON, and what it said beside."""
+        with self.start(*arguments, "--json") as process:
+            assert process.wait() == code, process.stderr
+            out, err = process.stdout, process.stderr
+        found: list[dict[str, Any]] = json.loads(out) if out else []
+        return found, err
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path, warm_python: Path) -> Pipeline:
+    return Pipeline(tmp_path, warm_python)
 
 
 @pytest.mark.slow
-def test_stages_are_trained_one_after_another_and_then_used_again(tmp_path: Path) -> None:
+def test_stages_are_trained_one_after_another_and_then_used_again(pipeline: Pipeline) -> None:
     arguments = ("--stages", "student,autoencoder", "--epochs", "1", *SMALL)
-    first, said = pipeline(tmp_path, *arguments)
+    first, said = pipeline(*arguments)
     assert [each["stage"] for each in first] == ["autoencoder", "student"]
     assert [each["state"] for each in first] == ["finished", "finished"]
     assert all(each["epochs"] == 1 and each["seconds"] > 0 and len(each["mcc"]) == 6 for each in first)
     assert "stage 2 of 2: student (gat student): new, run " in said
-    again, said = pipeline(tmp_path, *arguments)
+    again, said = pipeline(*arguments)
     assert [each["run_id"] for each in again] == [each["run_id"] for each in first]
     assert said.count(": reused, run ") == 2
-    with start(tmp_path, *arguments, "--show") as shown:
+    with pipeline.start(*arguments, "--show") as shown:
         assert shown.wait() == 0, shown.stderr
         out = shown.stdout
     assert "test_01: test_01_known_vehicle_known_attack" in out
@@ -50,10 +65,10 @@ def test_stages_are_trained_one_after_another_and_then_used_again(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_the_stage_at_work_and_the_same_line_goes_on(tmp_path: Path) -> None:
+def test_ctrl_c_stops_the_stage_at_work_and_the_same_line_goes_on(tmp_path: Path, pipeline: Pipeline) -> None:
     arguments = ("--stages", "autoencoder,student", "--epochs", "3", *SMALL,
                  "--set", "autoencoder:training.checkpoint_every=1")  # fmt: skip
-    with start(tmp_path, *arguments) as process:
+    with pipeline.start(*arguments) as process:
         limit = time.monotonic() + TIMEOUT_S
         while not (begun := [*tmp_path.glob("runs/*/checkpoints/manifest.json")]):
             assert time.monotonic() < limit
@@ -64,16 +79,16 @@ def test_ctrl_c_stops_the_stage_at_work_and_the_same_line_goes_on(tmp_path: Path
     assert "Stopped in stage autoencoder. The same line again goes on from there." in err
     run = begun[0].parents[1]
     assert not (run / "result.json").exists()
-    found, said = pipeline(tmp_path, *arguments)
+    found, said = pipeline(*arguments)
     assert f"stage 1 of 2: autoencoder (vgae teacher): goes on, run {run.name}" in said
     assert found[0]["run_id"] == run.name
     assert len([*(run / "attempts").glob("*-ended.json")]) == 2
 
 
 @pytest.mark.slow
-def test_a_stage_that_fails_stops_those_that_build_on_it_and_no_others(tmp_path: Path) -> None:
+def test_a_stage_that_fails_stops_those_that_build_on_it_and_no_others(pipeline: Pipeline) -> None:
     stages = ("--stages", "autoencoder,curriculum,student", "--epochs", "1")
-    found, said = pipeline(tmp_path, *stages, *SMALL, "--set", "autoencoder:training.lr=1e30", code=3)
+    found, said = pipeline(*stages, *SMALL, "--set", "autoencoder:training.lr=1e30", code=3)
     assert {each["stage"]: each["told"] for each in found} == {
         "autoencoder": "failed",
         "curriculum": "not trained: it builds on autoencoder",

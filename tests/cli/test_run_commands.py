@@ -20,7 +20,7 @@ import pytest
 from can_train.cli.main import main
 from fakes.processes import TIMEOUT_S, Command
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("data_prepared_once")]
 
 
 class Line:
@@ -30,7 +30,7 @@ class Line:
         self.flags = ("--runs-dir", str(folder / "runs"), "--state-dir", str(folder / "state"))
 
     def start(self, *arguments: str) -> Command:
-        return Command(*arguments, *self.flags)
+        return Command(*arguments, *self.flags, python=Path(sys.executable))
 
     def __call__(self, *arguments: str, code: int = 0) -> str:
         """Runs a command in this process; returns what it prints."""
@@ -58,7 +58,8 @@ def training(epochs: int, *more: str) -> tuple[str, ...]:
 
 
 @pytest.fixture
-def line(tmp_path: Path) -> Line:
+def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: Path) -> Line:
+    monkeypatch.setattr(sys, "executable", str(warm_python))
     return Line(tmp_path)
 
 
@@ -144,7 +145,7 @@ def test_ctrl_c_prints_the_line_that_continues_the_run_whose_log_has_all_of_it(l
 
 def test_watching_through_a_pipe_writes_a_line_for_each_change_until_ctrl_c(line: Line) -> None:
     run = submitted(line, 1)
-    command = [sys.executable, "-m", "can_train", "runs", "--watch", *line.flags]
+    command = [sys.executable, "-P", "-m", "can_train", "runs", "--watch", *line.flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
         seen = [watching.stdout.readline()]

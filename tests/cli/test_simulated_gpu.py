@@ -14,7 +14,7 @@ TRAIN = (
     "--model", "gat", "--size", "teacher", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5",
     "--no-baselines",
 )  # fmt: skip
-EXACT = ("--precision", "fp64", "--model-args", "dropout=0.0,layers=3", "--batch-size", "64", "--epochs", "2")
+EXACT = ("--precision", "fp64", "--model-args", "dropout=0.0,layers=3", "--batch-size", "64", "--epochs", "1")
 SMALL, LARGE = ("--device", "sim:64MiB"), ("--device", "sim:4GiB")
 
 
@@ -44,7 +44,7 @@ def test_a_small_gpu_leads_to_the_weights_of_a_large_one(tmp_path: Path, state: 
     small, large = weights(tmp_path / "small"), weights(tmp_path / "large")
     assert float((small - large).norm() / large.norm()) <= 1e-10
     steps = [record for record in records(tmp_path / "small") if "micro_batches" in record]
-    assert len(steps) == 2
+    assert len(steps) == 1
     assert all(record["micro_batches"] > 2 * 11 for record in steps)
     assert all(0 < record["micro_batch_size"] < 64 for record in steps)
 

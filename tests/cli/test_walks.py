@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -130,11 +129,11 @@ def clone() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def walk(folder: Path, lines: Sequence[Typed], *, programs: Path | None = None) -> str:
+def walk(folder: Path, lines: Sequence[Typed], python: Path, *, programs: Path | None = None) -> str:
     """Types lines in a clone; returns everything on the screen, as it is everywhere."""
     left_out = ("COLUMNS", "LINES", "NO_COLOR", "CAN_TRAIN_COMMAND")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    environment |= {"CAN_TRAIN_PYTHON": sys.executable, "CAN_TRAIN_HOME": str(folder / "state"), "TERM": "xterm",
+    environment |= {"CAN_TRAIN_PYTHON": str(python), "CAN_TRAIN_HOME": str(folder / "state"), "TERM": "xterm",
                     "PATH": os.pathsep.join([*([str(programs)] if programs else []), os.environ["PATH"]]),
                     "PYTHONPATH": str(PACKAGE.parent), "PS1": r"\[\e]133;A\a\]$ ", "INPUTRC": os.devnull}  # fmt: skip
     shell = pexpect.spawn("bash", ["--norc", "--noprofile"], cwd=str(folder), env=environment,
@@ -170,16 +169,16 @@ def _same_attempts(table: re.Match[str]) -> str:
     return re.sub(r"─.*\n", "", re.sub(r" {2,}", "  ", table[0].replace(socket.gethostname(), "HOST")))
 
 
-def compare(name: str, folder: Path, lines: Sequence[Typed], *, programs: Path | None = None) -> None:
-    path, seen = RECORDS / f"{name}.txt", walk(folder, lines, programs=programs)
+def compare(name: str, folder: Path, python: Path, lines: Sequence[Typed], *, programs: Path | None = None) -> None:
+    path, seen = RECORDS / f"{name}.txt", walk(folder, lines, python, programs=programs)
     if RECORDS_ANEW:
         path.write_text(seen, encoding="utf-8")
     assert seen == path.read_text(encoding="utf-8")
 
 
-def test_a_person_with_a_task_in_pytorch(clone: Path) -> None:
+def test_a_person_with_a_task_in_pytorch(clone: Path, warm_python: Path) -> None:
     (clone / "first.py").write_text(FIRST)
-    compare("pytorch", clone, [
+    compare("pytorch", clone, warm_python, [
         Typed("./can-train --task first.py"),
         Typed("./can-train --task first.py:Digits --dry-run --target-gpu t4"),
         Typed("./can-train --task first.py:Digits --device sim:64MiB --batch-size 600", stopped_at="  1/6 "),
@@ -191,13 +190,13 @@ def test_a_person_with_a_task_in_pytorch(clone: Path) -> None:
     ])  # fmt: skip
 
 
-def test_a_person_with_logs_of_a_vehicle(clone: Path) -> None:
+def test_a_person_with_logs_of_a_vehicle(clone: Path, warm_python: Path) -> None:
     made = clone / "state" / "drives"
     write_synthetic(made, SyntheticSettings(seconds=SECONDS), SilentReporter())
     (clone / "drives").mkdir()
     for name, drive in DRIVES.items():
         shutil.copy(made / f"{drive}.csv", clone / name)
-    compare("can", clone, [
+    compare("can", clone, warm_python, [
         Typed("./can-train signals drives/monday.csv --id 244"),
         Typed("./can-train --model gat --dataset drvies"),
         Typed("./can-train --model gat --size student --dataset drives --device sim:64MiB", stopped_at="  1/6 "),
@@ -208,10 +207,10 @@ def test_a_person_with_logs_of_a_vehicle(clone: Path) -> None:
     ])  # fmt: skip
 
 
-def test_a_person_on_a_cluster(clone: Path, tmp_path: Path) -> None:
+def test_a_person_on_a_cluster(clone: Path, warm_python: Path, tmp_path: Path) -> None:
     (clone / "first.py").write_text(FIRST)
     line = "./can-train --task first.py:Digits --batch-size 600 --device sim:64MiB --submit"
-    compare("cluster", clone, [
+    compare("cluster", clone, warm_python, [
         Typed("./can-train --task first.py:Digits --submit --partition gpu"),
         Typed(f"{line} --time 8 hours"),
         Typed(f"{line} --time 2h --epochs 20"),

@@ -1,7 +1,6 @@
 """The outputs that README.md and docs/ show are those that their commands print, line by line."""
 
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
@@ -41,8 +40,10 @@ FIGURES: Final = (r"(?<=\s)-?[\d,.]+(?: min \d+ s| min| s)?(?=\s|$)", "#")
 """The figures of a table that is made from shorter trainings than the page shows."""
 
 SHORT_PIPELINE: Final = ("--set", "dataset.synthetic.seconds=5", "--no-baselines", "--epochs", "1",
-                         "--min-steps-per-epoch", "3")  # fmt: skip
-"""Flags with which the pipeline of docs/can-models.md takes a tenth of its time."""
+                         "--min-steps-per-epoch", "3", "--set", "autoencoder:model.hidden=[8]",
+                         *(f"--set={stage}:model.{size}" for stage in ("normal", "curriculum")
+                           for size in ("hidden=4", "layers=1", "heads=1")))  # fmt: skip
+"""Flags with which the pipeline of docs/can-models.md takes a hundredth of its time."""
 
 
 def load_example() -> ModuleType:
@@ -66,8 +67,8 @@ def same_everywhere(text: str, *more: tuple[str, str]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def this_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CAN_TRAIN_PYTHON", sys.executable)
+def quick_python(monkeypatch: pytest.MonkeyPatch, warm_python: Path) -> None:
+    monkeypatch.setenv("CAN_TRAIN_PYTHON", str(warm_python))
 
 
 def differences(group: str, folder: Path) -> Iterator[tuple[str, str]]:

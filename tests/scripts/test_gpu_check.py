@@ -194,9 +194,9 @@ def test_a_command_that_fails_leaves_the_end_of_its_output() -> None:
     assert said == "ended with status 1\nno such thing"
 
 
-def check(repository: Path, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the script with this Python; what it keeps between runs stays in the folder of the results."""
-    own = {"CAN_TRAIN_PYTHON": sys.executable, "CAN_TRAIN_HOME": str(out / "home"), "CUDA_VISIBLE_DEVICES": ""}
+def check(repository: Path, python: Path, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the script; what it keeps between runs stays in the folder of the results."""
+    own = {"CAN_TRAIN_PYTHON": str(python), "CAN_TRAIN_HOME": str(out / "home"), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         [sys.executable, str(repository / "scripts" / "gpu-check"), "--out", str(out), *arguments],
         env={**os.environ, **own},
@@ -207,13 +207,15 @@ def check(repository: Path, out: Path, *arguments: str) -> subprocess.CompletedP
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_where_an_earlier_one_ended_and_records_what_failed(tmp_path: Path, repository: Path) -> None:
+def test_a_run_goes_on_where_an_earlier_one_ended_and_records_what_failed(
+    tmp_path: Path, repository: Path, warm_python: Path
+) -> None:
     arguments = ("--device", "sim:64MiB", "--quick", "--models", "gat", "--parts", "constants", "models")
-    done = check(repository, tmp_path, *arguments)
+    done = check(repository, warm_python, tmp_path, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     first = json.loads((tmp_path / "gpu-check-sim-64mib.json").read_text())
     assert first["device"]["simulated"]
-    failed = check(repository, tmp_path, *arguments, "--resume", "--capacities", "64MiB", "1MiB")
+    failed = check(repository, warm_python, tmp_path, *arguments, "--resume", "--capacities", "64MiB", "1MiB")
     assert failed.returncode == 1, failed.stdout + failed.stderr
     both = json.loads((tmp_path / "gpu-check-sim-64mib.json").read_text())["models"]
     ((label, row),) = first["models"].items()
@@ -248,9 +250,9 @@ def test_a_run_goes_on_where_an_earlier_one_ended_and_records_what_failed(tmp_pa
     ],
 )
 def test_a_device_that_is_not_there_ends_the_run_at_once(
-    tmp_path: Path, repository: Path, device: str, said: str
+    tmp_path: Path, repository: Path, warm_python: Path, device: str, said: str
 ) -> None:
-    done = check(repository, tmp_path, "--device", device)
+    done = check(repository, warm_python, tmp_path, "--device", device)
     assert done.returncode == 2
     assert done.stderr.startswith(said)
     assert list(tmp_path.iterdir()) == []
