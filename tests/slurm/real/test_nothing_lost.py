@@ -97,7 +97,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Stage:
-    """A SLURM, on which many runs may be started at once; what happens to nodes happens to the second one."""
+    """A SLURM, on which many runs may be started at once. Only the second node is set down, drained and filled; the
+    runs of other events stay away from it.
+    """
 
     slurm: Slurm
 
@@ -124,9 +126,12 @@ class Stage:
 
         self.slurm.wait_for(is_up)
 
-    def submit(self, name: str, *arguments: str, device: str = "cpu") -> Run:
+    def submit(self, name: str, *arguments: str, device: str = "cpu", exclude: str | None = None) -> Run:
+        """Submits a run to the quiet node, or to the nodes that `exclude` leaves."""
         runs = self.slurm.folder / name
-        self.slurm.can_train(*TRAINING, *JOB, "--device", device, "--runs-dir", str(runs), *arguments)
+        line = (*TRAINING, *JOB, "--device", device, "--runs-dir", str(runs), *arguments)
+        avoided = self.events if exclude is None else exclude
+        self.slurm.can_train(*line, *(("--set", f"cluster.exclude={avoided}") if avoided else ()))
         (path,) = runs.glob("2*")
         return Run(self.slurm, path)
 
@@ -146,9 +151,10 @@ def time_limit(stage: Stage) -> Run:
 
 
 def time_out(stage: Stage) -> Run:
-    run = stage.submit("timed-out", *SMALL, "--set", "cluster.time=2")
+    run = stage.submit("timed-out", *SMALL, "--set", "cluster.time=5")
     pid, over = run.stop(), Event()
     Thread(target=keep_stopped, args=(pid, over)).start()
+    stage.slurm.command("scontrol", "update", f"JobId={run.job}", "TimeLimit=1")
     stage.slurm.wait_for(lambda: run.slurm.ended(run.job) == "TIMEOUT")
     over.set()
     run.go_on()
@@ -215,20 +221,14 @@ def foreign_oom(stage: Stage) -> Run:
     (folder / "crowd").write_text("255MiB")
     first = f'[ -e "{folder}/first" ] || echo $SLURMD_NODENAME > "{folder}/first"'
     crowd = f'[ $SLURMD_NODENAME != $(cat "{folder}/first") ] || export CAN_TRAIN_SIM_FOREIGN="{folder}/crowd"'
-    run = stage.submit("crowded", *SMALL, "--set", f"cluster.setup=['{first}', '{crowd}']", device="sim:256MiB")
+    setup = ("--set", f"cluster.setup=['{first}', '{crowd}']")
+    run = stage.submit("crowded", *SMALL, *setup, device="sim:256MiB", exclude="")
     run.finish()
     return run
 
 
 def preemption(stage: Stage) -> Run:
-    run = stage.submit(
-        "preempted",
-        *SMALL,
-        "--set",
-        "cluster.partition=scavenge",
-        "--set",
-        f"cluster.exclude={stage.quiet}",
-    )
+    run = stage.submit("preempted", *SMALL, "--set", "cluster.partition=scavenge", exclude=stage.quiet)
     run.stop()
     every_cpu = ("--nodes=1", "--exclusive", f"--nodelist={stage.events}", "--time=1")
     stage.slurm.ended(stage.slurm.sbatch("true", *every_cpu))
@@ -237,7 +237,7 @@ def preemption(stage: Stage) -> Run:
 
 
 def node_down(stage: Stage) -> Run:
-    run = stage.submit("downed", *SMALL, "--set", f"cluster.exclude={stage.quiet}")
+    run = stage.submit("downed", *SMALL, exclude=stage.quiet)
     run.stop()
     stage.set_node("down")
     stage.slurm.wait_for(lambda: "PENDING" in stage.slurm.queue(run.job, "%T"))
@@ -250,7 +250,7 @@ def node_down(stage: Stage) -> Run:
 
 
 def node_drained(stage: Stage) -> Run:
-    run = stage.submit("drained", *SMALL, "--set", f"cluster.exclude={stage.quiet}")
+    run = stage.submit("drained", *SMALL, exclude=stage.quiet)
     pid = run.stop()
     stage.set_node("drain")
     os.kill(pid, signal.SIGCONT)
@@ -260,8 +260,8 @@ def node_drained(stage: Stage) -> Run:
 
 
 def node_events(stage: Stage) -> list[Run]:
-    """One after another, since they take the whole node."""
-    return [preemption(stage), node_down(stage), node_drained(stage)]
+    """One after another, since each needs the second node for itself."""
+    return [foreign_oom(stage), preemption(stage), node_down(stage), node_drained(stage)]
 
 
 Scenes = dict[str, Future[Any]]
@@ -283,7 +283,7 @@ def undisturbed(stage: Stage) -> Path:
 def scenes(stage: Stage, undisturbed: Path) -> Iterator[Scenes]:
     """Everything that happens, all at once, as far as the nodes have room."""
     acts: list[Callable[[Stage], Any]] = [
-        time_limit, time_out, node_events, host_oom, kill, requeue, scancel, foreign_oom, early_warning, too_large,
+        time_limit, time_out, node_events, host_oom, kill, requeue, scancel, early_warning, too_large,
     ]  # fmt: skip
     with ThreadPoolExecutor(len(acts)) as pool:
         yield {act.__name__: pool.submit(act, stage) for act in acts}
@@ -355,7 +355,7 @@ def test_a_job_that_fits_on_no_such_gpu_is_left_and_the_cards_are_named(scenes: 
 
 
 def test_a_job_whose_gpu_others_fill_is_submitted_to_another_node(scenes: Scenes, undisturbed: Path) -> None:
-    run = scenes["foreign_oom"].result()
+    run = scenes["node_events"].result()[0]
     assert [job.reason for job in run.jobs] == ["", "CUDA out-of-memory: others held 255 MiB; another node"]
     assert run.endings == ["gpu_oom", "finished"]
     assert run.attempts.starts()[0].host != run.attempts.starts()[1].host
@@ -363,7 +363,7 @@ def test_a_job_whose_gpu_others_fill_is_submitted_to_another_node(scenes: Scenes
 
 
 def test_a_preempted_job_saves_and_comes_back(scenes: Scenes, undisturbed: Path) -> None:
-    run = scenes["node_events"].result()[0]
+    run = scenes["node_events"].result()[1]
     # Until the whole node is free it may begin again, and be preempted again.
     *preempted, last = run.slurm.attempts(run.job)
     assert ({*preempted}, last) == ({"PREEMPTED"}, "COMPLETED")
@@ -372,12 +372,12 @@ def test_a_preempted_job_saves_and_comes_back(scenes: Scenes, undisturbed: Path)
 
 
 def test_a_job_whose_node_fails_goes_on(scenes: Scenes, undisturbed: Path) -> None:
-    run = scenes["node_events"].result()[1]
+    run = scenes["node_events"].result()[2]
     assert run.slurm.attempts(run.job) == ["NODE_FAIL", "COMPLETED"]
     assert_went_on(run, undisturbed)
 
 
 def test_a_job_whose_node_is_drained_finishes(scenes: Scenes, undisturbed: Path) -> None:
-    run = scenes["node_events"].result()[2]
+    run = scenes["node_events"].result()[3]
     assert run.endings == ["finished"]
     assert_ends_like(run.path, undisturbed)

@@ -48,23 +48,7 @@ def relative_error(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def observed_ooms(slurm: Slurm) -> dict[int, int]:
-    """Out-of-memories that each rank survived, from the observations."""
-    found = [json.loads(path.read_text()) for path in (slurm.folder / "state" / "observations").glob("*.json")]
-    return {
-        one.get("rank", 0): one["ooms_rescued"] for one in found if "outcome" in one and one["device"]["key"] != "cpu"
-    }
-
-
-def test_two_nodes_of_two_ranks_train_the_weights_of_one_process(slurm: Slurm) -> None:
-    run = submitted(slurm, "--device", "cpu")
-    assert slurm.ended(run["job_id"]) == "COMPLETED", Path(run["log"]).read_text()
-    assert relative_error(weights(run["path"]), alone(slurm)) <= 1e-12
-    told = json.loads(slurm.can_train("status", run["run_id"], "--json").stdout)
-    assert told["state"] == "finished"
-
-
-def test_an_out_of_memory_on_one_rank_is_rescued_there_and_holds_nobody_up(slurm: Slurm) -> None:
+def test_ranks_on_two_nodes_train_the_weights_of_one_process_though_one_rank_runs_out_of_memory(slurm: Slurm) -> None:
     crowd, site = slurm.folder / "crowd", slurm.folder / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(ONE_RANK_ONLY.format(path=str(crowd)))
@@ -77,6 +61,8 @@ def test_an_out_of_memory_on_one_rank_is_rescued_there_and_holds_nobody_up(slurm
     result = json.loads((run["path"] / "result.json").read_text())
     assert result["ooms_rescued"] > 0, Path(run["log"]).read_text()
     assert relative_error(weights(run["path"]), alone(slurm)) <= 1e-12
+    told = json.loads(slurm.can_train("status", run["run_id"], "--json").stdout)
+    assert told["state"] == "finished"
 
 
 def test_samples_that_fit_on_one_rank_no_more_end_all_with_the_cause(slurm: Slurm) -> None:
