@@ -203,8 +203,9 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
     dataset = evaluation_dataset(run, request.dataset, request.sets)
     if request.scores is not None:
         check_score_file(request.scores, task.data_files(dataset, data_root(paths)))
-    # As in training, so that scores of the same samples are the same bits.
-    torch.use_deterministic_algorithms(run.training.deterministic)
+    # As in training, so that scores of the same samples are the same bits. torch.use_deterministic_algorithms imports
+    # the compiler, which takes seconds and is not used here.
+    torch.set_deterministic_debug_mode("error" if run.training.deterministic else "default")
 
     def judge(cache: Path) -> tuple[Evaluation, Verdict, float]:
         options = load_object(task.evaluation)() if request.options is None else request.options
