@@ -261,6 +261,18 @@ def savvycan_padded(messages: Sequence[Message]) -> str:
     return "\n".join(["Time Stamp,ID,Extended,Dir,Bus,LEN,D1,D2,D3,D4,D5,D6,D7,D8", *rows, ""])
 
 
+def syncan(messages: Sequence[Message]) -> str:
+    return "Label,Time,ID,Signal1_of_ID,Signal2_of_ID,Signal3_of_ID,Signal4_of_ID\n" + syncan_rows(messages)
+
+
+def syncan_rows(messages: Sequence[Message]) -> str:
+    """Most training files have no header."""
+    signals = [[word / 65535 for (word,) in struct.iter_unpack(">H", m.payload)] for m in messages]
+    rows = [f"{m.attack:d},{m.milliseconds},id{m.can_id},{','.join(map(str, values)) + ',' * (4 - len(values))}"
+            for m, values in zip(messages, signals, strict=True)]  # fmt: skip
+    return "\n".join([*rows, ""])
+
+
 def columns_of_decimal_bytes(messages: Sequence[Message]) -> str:
     rows = [
         ",".join([m.time, str(m.can_id), str(len(m.payload)), *map(str, m.payload.ljust(8, b"\0")), f"{m.attack:d}"])
@@ -512,6 +524,7 @@ class Writer:
         text: Whether it is lines of text.
         last_us: The latest time that it can write, in microseconds.
         step_us: What its times are multiples of.
+        lengths: The lengths of its classical payloads, in bytes.
     """
 
     write: Callable[[Sequence[Message]], str | bytes]
@@ -524,6 +537,7 @@ class Writer:
     text: bool = True
     last_us: int = 2_000_000_000_000_000
     step_us: int = 1
+    lengths: tuple[int, ...] = tuple(range(9))
 
     @property
     def labelled(self) -> bool:
@@ -561,6 +575,8 @@ WRITERS = {
         Writer(python_can, "python_can", UNLABELLED, remote=True, fd=True),
         Writer(savvycan, "savvycan", UNLABELLED, fd=True, exact=False),
         Writer(savvycan_padded, "savvycan", UNLABELLED, exact=False),
+        Writer(syncan, "syncan", exact=False, lengths=(2, 4, 6, 8)),
+        Writer(syncan_rows, "syncan", exact=False, lengths=(2, 4, 6, 8)),
         Writer(columns_of_decimal_bytes, "columns"),
         Writer(canedge, "columns", UNLABELLED, fd=True),
         Writer(columns_labelled_attacks, "columns", ("benign", "dos"), attacks_labelled=True),

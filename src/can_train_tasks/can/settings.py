@@ -33,7 +33,7 @@ def experience(dataset: str, mode: str) -> tuple[float, str, list[tuple[float, s
 # Formats of text logs, and of binary ones; `auto` recognises them by the content.
 RECORDINGS = ("blf", "mf4", "parquet", "pcap", "sqlite")
 FORMATS = (
-    "busmaster",
+    "busmaster", "syncan",
     "can_train_and_test", "car_hacking", "hcrl_text", "hcrl_challenge",
     "candump", "candump_labelled", "whitespace", "asc", "trc", "python_can", "savvycan", "columns",
 )  # fmt: skip

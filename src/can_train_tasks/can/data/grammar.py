@@ -56,13 +56,16 @@ _MOMENT: Final = (
 _TEXTS: Final = ("label", "kind", "channel", "remote", "request", "fd")  # groups that stay texts
 
 SECONDS_A_DAY: Final = 86_400
+_LARGEST_WORD: Final = 2**16 - 1
 
 NO_MATCH: Final = "the row is truncated or not of this format"
 BAD_TIMESTAMP: Final = "the timestamp is not a number"
 BAD_ID: Final = "the ID is not a number"
 BAD_PAYLOAD: Final = "the payload is not made of whole hexadecimal bytes"
 BAD_DECIMALS: Final = "the payload is not made of decimal numbers up to 255"
+BAD_SIGNALS: Final = "the payload is not made of numbers"
 LATE_TIMESTAMP: Final = "the timestamp is beyond any clock"
+_BAD_PAYLOADS: Final = {"decimal": BAD_DECIMALS, "signals": BAD_SIGNALS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,8 @@ class Grammar:
         several_labels: Whether the label is a list of words, where any word may mark an attack.
         id_base: 16 or 10.
         byte_columns: Number of groups `data_0`, ...; 0 where the payload is the group `data`.
-        payload_code: Notation of the payload: `hex`, `base64`, or `decimal` numbers.
+        payload_code: Notation of the payload: `hex`, `base64`, `decimal` numbers, or `signals` from 0 to 1, each of
+            which is written into two bytes.
         cut_to_dlc: Whether other fields that look like bytes may follow the payload.
         padded: Whether padding bytes may follow the bytes of the DLC: they are cut off, and the rows are counted.
         fd_groups: Groups; a row that has any of these groups may have a CAN FD frame's payload.
@@ -291,8 +295,8 @@ def moment_seconds() -> pl.Expr:
 
 def _payload_digits(grammar: Grammar) -> pl.Expr:
     if grammar.byte_columns:
-        cells = [pl.col(f"data_{i}") for i in range(grammar.byte_columns)]
-        codes = [_decimal_byte(cell) if grammar.payload_code == "decimal" else cell.str.zfill(2) for cell in cells]
+        cells = [pl.col(f"data_{i}").fill_null("") for i in range(grammar.byte_columns)]
+        codes = [_CELL_CODES.get(grammar.payload_code, _hex_byte)(cell) for cell in cells]
         # Dots stand for an empty cell: dots after the payload are dropped, dots inside it make the number unreadable.
         bytes_ = (
             pl.when(cell == "").then(pl.lit("..")).otherwise(code) for cell, code in zip(cells, codes, strict=True)
@@ -311,10 +315,26 @@ def _payload_digits(grammar: Grammar) -> pl.Expr:
     return pl.when(pl.col("remote").is_null()).then(digits).otherwise(pl.lit("")) if grammar.has("remote") else digits
 
 
+def _hex_byte(text: pl.Expr) -> pl.Expr:
+    return text.str.zfill(2)
+
+
 def _decimal_byte(text: pl.Expr) -> pl.Expr:
-    byte = text.cast(pl.UInt8, strict=False).cast(pl.Int32)
     # A number over 255 is not in the table, and makes the payload unreadable.
-    return byte.replace_strict({value: f"{value:02x}" for value in range(256)}, default="xx")
+    return _digits_of_byte(text.cast(pl.UInt8, strict=False))
+
+
+def _signal_word(text: pl.Expr) -> pl.Expr:
+    """Writes a signal as a word of 16 bits: 0 as 0000, 1 and more as ffff."""
+    word = (text.cast(pl.Float64, strict=False).clip(0.0, 1.0) * _LARGEST_WORD).round().cast(pl.Int32, strict=False)
+    return pl.concat_str(_digits_of_byte(word // 256), _digits_of_byte(word % 256))
+
+
+def _digits_of_byte(byte: pl.Expr) -> pl.Expr:
+    return byte.cast(pl.Int32).replace_strict({value: f"{value:02x}" for value in range(256)}, default="xx")
+
+
+_CELL_CODES: Final = {"decimal": _decimal_byte, "signals": _signal_word}
 
 
 def _payload_columns(digits: pl.Expr, *, fd: bool) -> list[pl.Expr]:
@@ -443,7 +463,7 @@ def _malformed(rows: pl.DataFrame, rules: list[tuple[pl.Expr, str]], grammar: Gr
         "position",
         "line",
         pl.when(unmatched).then("other_reason").otherwise("reason")
-        .replace({} if grammar.payload_code != "decimal" else {BAD_PAYLOAD: BAD_DECIMALS}).alias("reason"),
+        .replace({BAD_PAYLOAD: _BAD_PAYLOADS.get(grammar.payload_code, BAD_PAYLOAD)}).alias("reason"),
         pl.coalesce("id", "other_id").alias("id"),
         pl.coalesce("label", "other_label").alias("label"),
     )  # fmt: skip

@@ -25,6 +25,7 @@ CAN_TRAIN_AND_TEST: Final = ("hcrl_ch", "hcrl_sa", "set_01", "set_02", "set_03",
 OTHER_SETS: Final = {
     "can_mirgu": (("CAN-MIRGU", "can_mirgu"), "https://github.com/sampathrajapaksha/CAN-MIRGU"),
     "road": (("road", "ROAD"), "https://zenodo.org/records/10462796"),
+    "syncan": (("SynCAN", "syncan"), "https://github.com/etas/SynCAN"),
     "x_canids": (("X-CANIDS", "x_canids"), "https://doi.org/10.21227/epsj-y384"),
 }
 NAMED_SETS: Final = (*CAN_TRAIN_AND_TEST, *OTHER_SETS)
@@ -46,6 +47,7 @@ _RAW: Final = "raw"  # X-CANIDS: frames in raw, signals in signal
 _ROAD: Final = ("ambient", "attacks")
 # X-CANIDS: dump6-susp-2B0h.
 _XCANIDS_KIND: Final = re.compile(r"dump\d+-(?P<kind>[a-z]+)(?:-.*)?", re.IGNORECASE)
+_SYNCAN_KIND: Final = re.compile(r"test_(?P<kind>continuous|flooding|plateau|playback|suppress)")
 _DOCUMENT: Final = re.compile(r"(?:read[-_]?me|licen[cs]e)(?![a-z])", re.IGNORECASE)  # .txt files beside the logs
 # can-train-and-test: DoS-1, force-neutral-2, fuzzing-train.
 _NUMBERED_KIND: Final = re.compile(r"(?P<kind>[a-z]+(?:-[a-z]+)*?)(?:-train|-test)?(?:-\d+)?", re.IGNORECASE)
@@ -111,7 +113,9 @@ def _find(dataset: CanDatasetSettings, data_root: Path, wanted: Sequence[str]) -
     folders = {role: sorted(folder for folder in place.glob(f"{role}_*") if folder.is_dir()) for role in (TRAIN, TEST)}
     if (dataset.path or dataset.name in OTHER_SETS) and not any(folders.values()):
         root, paths = (place, _logs_below(place)) if place.is_dir() else (place.parent, [place])
-        logs = [(path, LOG, path.relative_to(root).as_posix()) for path in paths]
+        logs = [each for each in _by_file_names(paths) if each[1] in wanted] or [
+            (path, LOG, path.relative_to(root).as_posix()) for path in paths
+        ]
     else:
         if lacking := [role for role in wanted if not folders[role]]:
             raise MissingDataError(f"{place} holds no folder named {lacking[0]}_…", remedy="The published layout is "
@@ -120,6 +124,15 @@ def _find(dataset: CanDatasetSettings, data_root: Path, wanted: Sequence[str]) -
         wanted_folders = [(role, folder) for role in wanted for folder in folders[role]]
         logs = [(path, role, folder.name) for role, folder in wanted_folders for path in _logs_below(folder)]
     return [LogFile(path=path, role=role, group=group, kind=attack_kind(path.name)) for path, role, group in logs]
+
+
+def _by_file_names(paths: Sequence[Path]) -> list[tuple[Path, str, str]]:
+    """Returns path, role and group of logs that are all named train_… or test_…, as those of SynCAN; else nothing."""
+    roles = [path.name.partition("_")[0] for path in paths]
+    if {*roles} != {TRAIN, TEST}:
+        return []
+    logs = zip(paths, roles, strict=True)
+    return [(path, role, path.name.partition(".")[0]) for path, role in sorted(logs, key=lambda log: log[1] != TRAIN)]
 
 
 def _place(dataset: CanDatasetSettings, data_root: Path) -> Path:
@@ -168,6 +181,7 @@ def attack_kind(file_name: str) -> str:
     match = (
         _HCRL_KIND.fullmatch(stem)
         or _XCANIDS_KIND.fullmatch(stem)
+        or _SYNCAN_KIND.fullmatch(stem)
         or (numbered if numbered and numbered["kind"] != stem else None)
     )
     return UNNAMED_ATTACK if match is None or match["kind"].lower() == "attack-free" else match["kind"]

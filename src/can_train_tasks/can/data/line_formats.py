@@ -21,6 +21,7 @@ from can_train_tasks.can.data.grammar import (
     END,
     GAP,
     HEX,
+    NUMBER,
     SPACED_BYTES,
     TIMESTAMP,
     Grammar,
@@ -238,6 +239,23 @@ def _busmaster(settings: Collection[str] = ()) -> Grammar:
     )
 
 
+# `0,5.06,id10,0.5,0.25,,`: SynCAN has up to four signals from 0 to 1 in place of a payload, and times in milliseconds.
+# Only the first training file and the test files have a header.
+_SYNCAN: Final = Grammar(
+    name="syncan",
+    pattern=(
+        f"^(?P<label>[01]),{TIMESTAMP},id(?P<id>{DIGITS}),(?P<data_0>{NUMBER})"
+        f"{''.join(f'(?:,(?P<data_{signal}>(?:{NUMBER})?))?' for signal in (1, 2, 3))}{END}"
+    ),
+    labels=("0", "1"),
+    id_base=10,
+    byte_columns=4,
+    payload_code="signals",
+    ticks_per_second=1000,
+    unit_known=True,
+)
+
+
 _HCRL_TEXT: Final = (
     f"^{BLANKS}Timestamp:{BLANKS}{TIMESTAMP}{GAP}ID:{BLANKS}(?P<id>{HEX}){GAP}{_FLAGS}{GAP}DLC:{BLANKS}(?P<dlc>[0-9])"
 )
@@ -273,6 +291,7 @@ _FIXED_GRAMMARS: Final = (
         padded=True,
     ),
     *RESAVED_CAR_HACKING,
+    _SYNCAN,
 )
 # The formats without a header.
 LINE_GRAMMARS: Final = (*_FIXED_GRAMMARS, _asc(), _trc(_TRC_1), _trc_2(_TRC_2_COLUMNS), _busmaster())
@@ -354,7 +373,9 @@ PUBLISHED_CSV_GRAMMARS: Final = (
     *_with_labels(replace(_PYTHON_CAN, header=f"{_PYTHON_CAN.header},label"), _CELL_OF_LABEL),
     _savvycan("Dir,"),
     _savvycan(""),
-)
+    *(replace(_SYNCAN, header=f"Label,Time,ID,{','.join(f'Signal{signal}{of}' for signal in (1, 2, 3, 4))}")
+      for of in ("_of_ID", "")),
+)  # fmt: skip
 
 
 _MARKED_IDS: Final = r"(?i)(?:^|[^0-9a-z])(?:0x[0-9a-f]+|[0-9a-f]+h|[0-9a-f]+x)(?:[^0-9a-z]|$)"

@@ -82,7 +82,7 @@ def test_a_missing_set_tells_in_a_few_words_where_it_was_looked_for_and_who_publ
 
 
 def test_an_unknown_name_lists_the_nearest_first(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'hcrl_hc'.\nNearest of 10: hcrl_ch"):
+    with pytest.raises(ConfigError, match=r"'hcrl_hc'.\nNearest of 11: hcrl_ch"):
         by_name("hcrl_hc", tmp_path)
 
 
@@ -91,6 +91,20 @@ def test_a_set_without_training_or_test_folders_is_refused(tmp_path: Path, missi
     lay_out(tmp_path / "set_03", tuple(file for file in NEWER if not file.startswith(missing)))
     with pytest.raises(MissingDataError, match=rf"holds no folder named {missing}_.*\n.*train_01_attack_free.*test_01"):
         by_name("set_03", tmp_path)
+
+
+def test_logs_that_are_all_named_by_their_roles_are_split_by_their_names(tmp_path: Path) -> None:
+    for name in ("test_plateau", "train_1", "train_2", "test_normal"):
+        (tmp_path / "SynCAN" / f"{name}.csv").parent.mkdir(exist_ok=True)
+        (tmp_path / "SynCAN" / f"{name}.csv").touch()
+    assert [(log.path.stem, log.role, log.group, log.kind) for log in by_name("syncan", tmp_path)] == [
+        ("train_1", "train", "train_1", "attack"),
+        ("train_2", "train", "train_2", "attack"),
+        ("test_normal", "test", "test_normal", "attack"),
+        ("test_plateau", "test", "test_plateau", "plateau"),
+    ]
+    (tmp_path / "SynCAN" / "drive.csv").touch()
+    assert {log.role for log in by_name("syncan", tmp_path)} == {"log"}
 
 
 def test_an_empty_split_folder_is_named(tmp_path: Path) -> None:

@@ -38,9 +38,10 @@ def traffic(draw: st.DrawFn, writer: Writer) -> list[Message]:
 @st.composite
 def messages(draw: st.DrawFn, microseconds: int, writer: Writer) -> Message:
     is_remote = writer.remote and draw(st.booleans())
-    payload = st.binary(max_size=8)
+    lengths = st.sampled_from(writer.lengths)
     if writer.fd:
-        payload |= st.sampled_from(FD_LENGTHS).flatmap(lambda size: st.binary(min_size=size, max_size=size))
+        lengths |= st.sampled_from(FD_LENGTHS)
+    payload = lengths.flatmap(lambda size: st.binary(min_size=size, max_size=size))
     return Message(
         microseconds,
         draw(st.integers(0, 0x7FF) | st.integers(0x800, 0x1FFF_FFFF)),
