@@ -4,7 +4,6 @@ import os
 import pty
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -97,13 +96,14 @@ def test_a_quiet_training_prints_its_result_only_and_a_verbose_one_every_detecto
     assert any(line.startswith("  safety factor  ") for line in planned)
 
 
-def test_a_state_folder_that_cannot_be_written_is_said_once_and_at_the_start(folder: Path) -> None:
+def test_a_state_folder_that_cannot_be_written_is_said_once_and_at_the_start(
+    folder: Path, data_prepared_once: None, warm_python: Path
+) -> None:
     small = ("--set", "dataset.synthetic.seconds=5", "--epochs", "1", "--no-baselines")
     # Nobody, not even root, makes a folder there.
     state = "/proc/can-train"
     line = (*MAIN_JOB[:-2], *small, "--state-dir", state, "--runs-dir", "without")
-    # A process of its own, which has yet to load PyTorch.
-    command = [sys.executable, "-m", "can_train", *line]
+    command = [str(warm_python), "-P", "-m", "can_train", *line]
     done = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, check=True)
     out, err = done.stdout.splitlines(), done.stderr.splitlines()
     assert err[0] == "starting: loading PyTorch"

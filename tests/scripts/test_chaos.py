@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from random import Random
@@ -19,8 +18,8 @@ from bench.measure_chaos import ATTACKS, _cells
 
 
 @pytest.mark.slow
-def test_a_minute_of_attacks_finds_nothing(repository: Path) -> None:
-    command = [sys.executable, "-P", "-m", "bench", "chaos", "--quick", "--seed", "7"]
+def test_a_minute_of_attacks_finds_nothing(repository: Path, warm_python: Path) -> None:
+    command = [str(warm_python), "-P", "-m", "bench", "chaos", "--quick", "--seed", "7"]
     variables = {**os.environ, "PYTHONPATH": str(repository / "scripts"), "OMP_WAIT_POLICY": "passive"}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3_000:] + done.stderr[-3_000:]
