@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import numpy as np
 import polars as pl
 
 from can_train.errors import DataError, unknown_name
@@ -480,29 +479,22 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
     if not grammars:
         raise _unrecognised(sample, settings.format, path, first_row(sample))
     first = sample.head(RECOGNISED_LINES)
-    # Most formats match no row; a look at the first rows takes a tenth of the time of parsing.
-    grammars = [grammar for grammar in grammars if first.str.contains(grammar.pattern).any()] or grammars[:1]
-    parsed = [parse_rows(first, grammar) for grammar in grammars]
-    num_good = [len(rows.position) for rows in parsed]
-    # Another grammar may read an error frame as a frame without a payload.
-    left_out = [rows.error_frames + rows.xl_frames for rows in parsed]
-    lead = [_lead_of_labels(grammar, rows, settings) for grammar, rows in zip(grammars, parsed, strict=True)]
-    best = int(np.argmax([sum(counts) for counts in zip(num_good, left_out, lead, strict=True)]))
-    num_rows = num_good[best] + len(parsed[best].malformed)
+    best, parsed = _best_of(grammars, first, settings)
+    num_rows = len(parsed.position) + len(parsed.malformed)
     if num_rows == 0:
         raise DataError("The log holds no rows", value=str(path), remedy="Give another log")
-    if num_good[best] < RECOGNISED_SHARE * num_rows:
-        if settings.format == "auto" and not grammars[best].header:
+    if len(parsed.position) < RECOGNISED_SHARE * num_rows:
+        if settings.format == "auto" and not best.header:
             _refuse_missing_column(header, path, sample)
             raise _unrecognised(sample, settings.format, path, first_row(sample))
-        position, line, reason = bad = parsed[best].malformed.row(0)[:3]
+        position, line, reason = bad = parsed.malformed.row(0)[:3]
         role = _ROLES_OF_REASONS.get(reason, "")
         if role not in header.roles:
             raise _unrecognised(sample, settings.format, path, bad)
         raise DataError(f"The column {header.name_of(role)!r} does not hold the {role} of the CSV log's frames",
                         value=f"{path}:{position + 1}: {shortened(line)!r}: {reason}",
                         remedy=_name_column(header, role, sample))  # fmt: skip
-    grammar, rows = with_unit(grammars[best], settings.time_unit, parsed[best], first), parsed[best]
+    grammar, rows = with_unit(best, settings.time_unit, parsed, first), parsed
     unlabelled = rows.label is None or rows.label.null_count() == len(rows.label)
     pattern, channel = grammar.usual if grammar.usual and unlabelled else grammar.pattern, ""
     if rows.channel is not None and rows.channel.n_unique() == 1 and rows.channel[0] is not None:
@@ -510,6 +502,26 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
         pattern = re.sub(r"\(\?P<channel>[^()]*\)", lambda _: re.escape(channel), pattern)
     narrow = replace(grammar, pattern=pattern) if pattern != grammar.pattern else None
     return Recognised(grammar, narrow, channel)
+
+
+def _best_of(grammars: Sequence[Grammar], first: pl.Series, settings: CanDatasetSettings) -> tuple[Grammar, ParsedRows]:
+    """Returns the grammar that reads most of the first rows, the earlier of two that read as many; and these rows."""
+    num_lines = len(first) - first.null_count()
+    # Most formats match no row; a look at the first rows takes a tenth of the time of parsing.
+    matched = {grammar: int(first.str.contains(grammar.pattern).sum()) for grammar in grammars}
+    best, rows, most = grammars[0], None, float("-inf")
+    for grammar in [grammar for grammar in grammars if matched[grammar]] or grammars[:1]:
+        # Another grammar may read an error frame as a frame without a payload.
+        most_left_out = num_lines - matched[grammar] if grammar.error_frame or grammar.xl_frame else 0
+        if rows is not None and sum((matched[grammar], most_left_out, _CUT_OFF_SHARE * matched[grammar])) <= most:
+            continue
+        read = parse_rows(first, grammar)
+        left_out = read.error_frames + read.xl_frames
+        num_read = sum((len(read.position), left_out, _lead_of_labels(grammar, read, settings)))
+        if num_read > most:
+            best, rows, most = grammar, read, num_read
+    assert rows is not None
+    return best, rows
 
 
 def _lead_of_labels(grammar: Grammar, rows: ParsedRows, settings: CanDatasetSettings) -> float:
