@@ -148,7 +148,7 @@ class BatchDependence:
 
 # Parameters of a model whose products take a processor seconds: 100 million take 11 s.
 _LARGE_MODEL: Final = 10_000_000
-_LARGE_WEIGHT: Final = 2**16  # Numbers of a weight, up to which a product takes less time than to fold it
+_LARGE_WEIGHT: Final = 2**16  # Numbers of a weight: a smaller weight is multiplied in less time than it is folded
 _FOLDED: Final = 64  # Most features that are left of those that a product adds up
 _LEAST_FOLDED: Final = 8  # Fewer would tell little of them
 
@@ -256,7 +256,7 @@ class _Passes:
         """Returns the change of a term's gradient by the split, as training divides it."""
         if self.given is not None or self.adds_up(term):
             return self.difference(term, 1.0, 1.0)
-        # Where only the loss tells denominators, those of the parts are added up.
+        # Where only the loss tells denominators, the parts' denominators are added up.
         first, second, whole = self._counts(term)
         factor = whole / (first + second or 1.0)
         return self.difference(term, factor, factor)
@@ -278,7 +278,7 @@ class _Passes:
         return self.first.counts[term], self.second.counts[term], self.whole.counts[term]
 
     def _is_mean(self, term: str, share: float) -> bool:
-        """Tells whether the whole is the mean of its parts, of which the first has this share."""
+        """Tells whether the whole is the mean of its parts; `share` is the share of the first part."""
         # A gradient that is not finite tells nothing.
         if not self.difference(term, share, 1 - share) <= self.tolerance:
             return False
@@ -309,7 +309,7 @@ def _square_sum(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(numbers, dtype=torch.float64)) ** 2
 
 
-def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each argument is of one of them
+def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives some of the arguments
     model: nn.Module,
     losses_of: Callable[[int, int], Losses],
     denominators: Mapping[str, float] | None,

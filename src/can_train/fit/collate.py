@@ -65,7 +65,7 @@ class Column:
         self.data: Tensor | None = None
 
     def joined_on_host(self, tensors: Sequence[Tensor]) -> NDArray[Any]:
-        """Joins the tensors of all samples into an array, a copy of which is `data`."""
+        """Joins the tensors of all samples into an array; `data` is a copy of it."""
         first = tensors[0]
         if len({tensor.shape for tensor in tensors}) == 1:
             self._length = len(first) if first.ndim else 0

@@ -243,12 +243,12 @@ class ShardedWeights:
         """Returns the most that a pass takes for gathered weights, and for gradients that are not added up yet, beside
         activations; a sample costs `sample_cost` bytes.
         """
-        # The backward pass begins with the weights of the root and a copy of them, and goes on with those of a block
-        # and of the next block.
+        # The backward pass begins with the weights of the root and a copy of them, and goes on with the weights
+        # of a block and of the next block.
         pair = max((one + other for one, other in pairwise([*self.block_bytes, 0])), default=0)
         least = self.root_bytes + max(self.root_bytes, pair)
-        # At the end of a block there are its gradients, a copy of them, that of the block before, and the next block's
-        # weights; but its activations are gone, which are less than these for small micro-batches.
+        # At the end of a block there are its gradients, a copy of them, a copy of the last block's, and the weights of
+        # the next block; but its activations are gone, which are less than these for small micro-batches.
         return least + round(max(pair - sample_cost / max(len(self.block_bytes), 1), 0.0))
 
 

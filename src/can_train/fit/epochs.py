@@ -89,7 +89,7 @@ def planned_orders(task: BatchTask, skipped: Sequence[int], *, seed: int, epochs
 
 @dataclass(frozen=True)
 class Steps(Sequence[Rows]):
-    """The samples of optimizer steps; those of a stream are counted when their step is asked for."""
+    """The samples of optimizer steps; samples of a stream are counted when their step is asked for."""
 
     batches: Sequence[Rows]
     packed: Callable[[Rows], Rows]

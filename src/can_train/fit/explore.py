@@ -115,7 +115,7 @@ class ProbeBounds:
 
     @property
     def line_shows(self) -> float:
-        """The least cost from which on the line shows."""
+        """The least cost at which the line shows."""
         shows = max(_BEYOND_GRADIENTS * self.gradient_bytes, _BEYOND_KERNELS * self.kernel_bytes)
         return min(shows, self.wanted_cost)
 

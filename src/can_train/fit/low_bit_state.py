@@ -21,7 +21,7 @@ from can_train.io.units import size_text
 _NUM_STATES: Final = {"adamw": 2, "adam": 2, "lion": 1, "rmsprop": 1, "sgd": 1}
 _NAME: Final = re.compile(rf"(paged)?({'|'.join(_NUM_STATES)})(8|32)bit")
 _LEAST_8BIT: Final = 4096  # values of a tensor, below which its state has 32 bits
-_LEAST_PAGED: Final = 100_000  # values of a tensor, from which on its state is in managed memory
+_LEAST_PAGED: Final = 100_000  # values of a tensor whose state is in managed memory
 _BLOCK: Final = 256  # values of a state that share a largest one
 _LARGER_BLOCK: Final = 2048  # the same before version 0.44
 _MAP: Final = 256  # numbers of a quantization map; each optimizer has a signed and an unsigned one

@@ -1,5 +1,5 @@
 """Rung "offload-optimizer": the optimizer's state waits in the memory of the host, and a step brings it to the device
-in chunks of parameters. The weights are those of a plain step, bit by bit.
+in chunks of parameters. The weights equal a plain step's, bit by bit.
 """
 
 from __future__ import annotations

@@ -326,7 +326,7 @@ class GradientNoise:
         Raises:
             ConfigError: A gradient is sparse.
         """
-        # On the host: the numbers that a GPU draws depend on its kind, and those of all ranks are the same.
+        # On the host: the numbers that a GPU draws depend on its kind, and all ranks need equal numbers.
         generator = step_generator(seed=self.seed, step=step, update=update, noise=True)
         deviation = self.deviation / (1 + step) ** (self.decay / 2)
         for parameter in parameters:
@@ -347,7 +347,7 @@ class Optimization:
     """Optimizer, schedule and gradient scaler, which step together."""
 
     optimizer: Optimizer
-    scheduler: LRScheduler  # That of the settings, or a task's own
+    scheduler: LRScheduler  # The schedule of the settings, or a task's own
     ticks: int  # Moves of the schedule in the whole run
     scaler: torch.amp.GradScaler  # Scales losses under fp16; otherwise disabled
     clip_norm: float  # Largest gradient norm; 0: gradients are not clipped
@@ -479,7 +479,7 @@ class Optimization:
             _check_form(own[name].get("param_groups", own[name]), now.get("param_groups", now))
         saved = state["optimizer"]["state"]
         is_torch = type(self.optimizer).__module__.startswith("torch.optim.")
-        # In the order of its groups, by which a state numbers the parameters.
+        # In the order of its groups: a state numbers the parameters so.
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         for number, parameter in enumerate(parameters):
             values = self.optimizer.state.get(parameter, {})
@@ -965,7 +965,7 @@ def measure_optimizer(
 
 
 def state_share(training: TrainingSettings, dtype: torch.dtype) -> float:
-    """Returns the size of the state that the optimizer of some settings keeps, ÷ that of the weights; no weights are
+    """Returns the size of the state that the optimizer of some settings keeps ÷ the size of the weights; no weights are
     needed for it.
     """
     sample = [torch.empty(_SAMPLE_WEIGHTS, dtype=dtype, device="cpu")]

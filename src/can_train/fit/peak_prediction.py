@@ -52,7 +52,7 @@ SPREADS: Final[Mapping[str, Spread]] = {
     OTHER_CONVOLUTIONS: Spread(less=0.1, more=0.15),
 }
 _FEW_KNOWN: Final = (ATTENTION, RECURRENT)
-# Most of what cuDNN works with in recurrent layers, as a multiple of the assumed bytes: cautious, and not measured.
+# Most working memory of cuDNN in recurrent layers, as a multiple of the assumed bytes: cautious, and not measured.
 _RECURRENT_MOST: Final = 3
 _IMAGE_FILTER_DIMS: Final = 4
 _CONVOLUTIONS: Final = ("convolution", "convolution_backward")
@@ -183,7 +183,7 @@ class PeakPrediction:
 
 
 def of_any(predictions: Mapping[str, PeakPrediction]) -> PeakPrediction:
-    """Returns the prediction of the generation that takes most, with an interval that has those of all of them."""
+    """Returns the prediction of the generation that takes most, with an interval that covers all their intervals."""
     ordered = sorted(predictions, key=lambda generation: predictions[generation].device_bytes)
     most, least = predictions[ordered[-1]], predictions[ordered[0]]
     if len(ordered) == 1:

@@ -125,8 +125,8 @@ def resolve_plan(
     factor: float = 1.0,
     other_epochs: Sequence[BatchCosts] = (),
 ) -> PhasePlan:
-    """Resolves a plan for the training samples in the first epoch's order, or in the last one's, where epochs differ,
-    and in those of `other_epochs`. No sample costs more than the tuned limit, which was searched for up to
+    """Resolves a plan for the training samples in the first epoch's order, or the last epoch's where epochs differ,
+    and in the orders of `other_epochs`. No sample costs more than the tuned limit, which was searched for up to
     `search_upper` (None: without a search).
     """
     if tuned_limit is None:

@@ -156,7 +156,7 @@ class Planner:
 
     @cached_property
     def rungs(self) -> tuple[Rung, ...]:
-        """The rungs that the model may be computed on, in the order in which they are tried."""
+        """The rungs that the model may be computed on, in the order of trying them."""
         training, ranks = self.training, 1 if self.shards is None else self.shards.size
         # On shards, a step goes as far to fit as it would go without them.
         fit = "auto" if training.fit == "shard" else training.fit
@@ -279,7 +279,7 @@ class Planner:
         return self.on_first_rung(plan)
 
     def on_first_rung(self, plan: Callable[[], RunPlan], *, earlier: EarlierSearch | None = None) -> RunPlan:
-        """Plans on the first rung on which all samples fit, or on the rung of an earlier run on this device; raises
+        """Plans on the first rung that fits all samples, or on the rung of an earlier run on this device; raises
         DoesNotFitError where there is none.
         """
         failures: dict[Rung, DoesNotFitError] = {}
@@ -860,8 +860,8 @@ def _with_other_rung(plan: PhasePlan, choice: MicroBatchChoice, other: OtherRung
 def _both_rungs(
     own: Sequence[SizeCandidate], others: Sequence[SizeCandidate], *, is_further: bool
 ) -> list[SizeCandidate]:
-    """Returns the sizes of two rungs, those of the first rung that fits before those of the further rung, which is
-    slower where its micro-batches are no larger. `is_further` tells whether it is the own rung.
+    """Returns the sizes of two rungs: first the sizes of the first rung that fits, then the sizes of the further rung,
+    which is slower where its micro-batches are no larger. `is_further` tells whether it is the own rung.
     """
     first, further = (others, own) if is_further else (own, others)
     return [*first, *(one for one in further if is_larger_size(one.samples, first[0].samples))]

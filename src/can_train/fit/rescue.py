@@ -156,7 +156,7 @@ class Ladder:
         return True
 
     def on(self, rung: Rung) -> Ladder:
-        """Returns the ladder of a plan: the plan's rung, and rungs each of which goes further than the one before."""
+        """Returns the ladder of a plan: the plan's rung, and rungs that go further, in order."""
         rungs = [rung]
         for one in self.rungs:
             if one.goes_further(rungs[-1]):

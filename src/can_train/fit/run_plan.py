@@ -122,7 +122,7 @@ class RunPlan:
 
     @property
     def fullest(self) -> RunPlan:
-        """The plan of the phase with the highest predicted peak, from which later runs learn."""
+        """The plan of the phase with the highest predicted peak: later runs learn from it."""
         return max(self.phases, key=lambda plan: plan.predicted_peak_bytes or 0.0)
 
     @property

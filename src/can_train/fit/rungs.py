@@ -45,7 +45,7 @@ OFFLOADED_LEAST_BYTES: Final = 4096  # Smaller tensors stay on the device: a cop
 _COPIES_AHEAD: Final = 2
 _LEAST_SEGMENTED: Final = 4  # Modules of a sequence that is recomputed in segments
 _SWITCHES: Final = ("activation", "gradient")  # Kinds of checkpointing, as transformers 5 and 4 name their switch
-_KNAPSACK_UNITS: Final = 1000  # Parts of the room for activations, in which modules are packed
+_KNAPSACK_UNITS: Final = 1000  # Parts of the room for activations: units of packing modules
 _LEAST_SECONDS: Final = 1e-9
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -56,7 +56,7 @@ class Rung:
 
     Attributes:
         recompute: Names of the modules that the backward pass computes again; `net[0:4]` are four modules of a
-            sequence. A model that checkpoints itself, as those of `transformers` do, does so by its own switch.
+            sequence. A model that checkpoints itself, as models of `transformers` do, does so by its own switch.
         offload: Whether saved tensors wait in the memory of the host.
         offload_optimizer: Whether the optimizer's state waits there.
         ranks: Ranks that weights, gradients and optimizer state are sharded over; 1: each rank has all of them.
@@ -145,7 +145,7 @@ def rungs_of(  # noqa: PLR0913 - the model, the settings, and what the device an
     ranks: int = 1,
     state_can_leave: bool = False,
 ) -> tuple[Rung, ...]:
-    """Returns the rungs that a model may be computed on, in the order in which they are tried.
+    """Returns the rungs that a model may be computed on, in the order of trying them.
 
     Args:
         model: The model.
@@ -548,8 +548,8 @@ def _forward_again(owners: Sequence[nn.Module], forward: Callable[..., Any], *ar
 
 class _StateBefore(AbstractContextManager[None]):
     """The state before a forward pass of modules: whether they train, the buffers that the pass changes, as a pass of
-    BatchNorm does, and the modes that PyTorch's functions are called in. As a context, it puts the state back for a
-    repetition of the pass, of which there may be several.
+    BatchNorm does, and the modes that PyTorch's functions are called in. As a context, it puts the state back for each
+    repetition of the pass.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:

@@ -263,7 +263,7 @@ class _Search:
         self.follows = peak is not None and abs(peak - expected) <= _STEADY * peak
         if not curve or not shown or self.follows or (peak is None and expected >= shown):
             return
-        # Peaks may bend up, and those of a full allocator bend down: only readings that are off to both sides scatter.
+        # Peaks may bend up, and peaks of a full allocator bend down: only readings that are off to both sides scatter.
         self.sides.add(shown > expected)
         if self.sees_scatter and len(self.sides) > 1:
             self.room = max(self.room, _ROOM, min(abs(shown - expected) / shown, _MOST_SHOWN))

@@ -1,7 +1,7 @@
 """Rung 4: weights, gradients and optimizer state live as shards on the ranks of a run, by PyTorch's `fully_shard`.
 
 A pass gathers the weights of one block after the other, and adds up the gradients of each over the ranks. Ranks may
-have different numbers of micro-batches, and memory may run out on one of them, but all must enter the collectives of a
+have different numbers of micro-batches, and memory may run out on any rank, but all must enter the collectives of a
 pass. So a pass is rehearsed once without the other ranks, which shows its collectives. From then on each pass enters
 exactly these: a rank without samples enters them alone, and so does a rank whose pass fails, from there to the end.
 """
@@ -247,7 +247,7 @@ class Shards:
                 parameter.grad = earlier
 
     def rounds(self, tries: Iterator[Try], passes: Passes) -> Iterator[Try]:
-        """Yields the micro-batches of this rank in rounds, in each of which all ranks run one pass in a block of
+        """Yields the micro-batches of this rank in rounds. In each round all ranks run one pass in a block of
         `together`, or enter its collectives alone. A pass that fails on one rank is repeated by all of them.
         """
         part = next(tries, None)
@@ -381,7 +381,7 @@ class Shards:
             else:
                 shard_of(parameter.grad).add_(gradient)
         if start != summed.numel():
-            raise ShardingError("gradients of a pass are of other parameters than those of its rehearsal")
+            raise ShardingError("a pass has gradients of other parameters than its rehearsal")
 
     def reset(self) -> None:
         """Frees the gathered weights, and the gradients that are not added up."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EXPLORED_EVERY: Final = 50  # Of so many steps, one at most tries another size: 2 %
 EXTRA_SHARE: Final = 1 / EXPLORED_EVERY  # Share of a run's time that trials may take longer, at worst
-SLOWER: Final = 0.02  # Share by which a chosen size may be slower than the largest, at `_SIGMAS`
+SLOWER: Final = 0.02  # A chosen size may be slower than the largest by this share, at `_SIGMAS`
 # Change of the time of a sample, in logarithms, that is expected from a size to one twice as large.
 _PER_OCTAVE: Final = 0.25
 # Change of the time of a sample that is expected of a further rung: computing a model again takes one more forward pass
@@ -48,7 +48,7 @@ _SAME: Final = 0.02  # Sizes that differ by less are one size
 _CLIP: Final = 3.0  # Standard deviations beyond which a step counts as one that far off
 
 
-SPLIT: Final = "split"  # Rung on which batches are split, and nothing more
+SPLIT: Final = "split"  # The rung that splits batches, and does nothing more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class TimedSize:
     samples: float  # Of a micro-batch, on average
     steps: int  # Steps that were timed
     seconds: float  # Of a sample, the median
-    # Mean logarithm of the time of a sample, less that of the steps around; 0 for the attempt's own size.
+    # Mean logarithm of the time of a sample, less the mean of the steps around; 0 for the attempt's own size.
     log_ratio: float = 0.0
     spread: float = 0.0  # Standard deviation of single steps
     rung: str = SPLIT
@@ -219,7 +219,7 @@ class TimeModel:
         rung, samples = self._nodes[node]
         larger = [one for one in self._measured if self._nodes[one][0] == rung and one > node]
         if not larger and rung != reference[0]:
-            # The first steps of a rung are not split further than those of the reference.
+            # The first steps of a rung are not split further than the reference's.
             return math.exp(max(self._means[node] - self._means[self._node(*reference)], 0.0))
         known = min((self._nodes[one] for one in larger), default=reference)
         return math.exp(self.ratio(known, reference)[0]) * max(known[1] / samples, 1.0)
@@ -250,8 +250,7 @@ def choose_size(candidates: Sequence[SizeCandidate], runs: Sequence[Times], *, t
     than 2 %, at three standard deviations. What no run has shown is tried, and not believed.
 
     Args:
-        candidates: Sizes that fit, the largest first; behind those of the first rung that fits, the sizes of a further
-            rung.
+        candidates: Sizes that fit, the largest first: sizes of the first rung that fits, then sizes of a further rung.
         runs: Times of earlier attempts; times on other rungs are left out.
         total_steps: Steps of the run.
     """

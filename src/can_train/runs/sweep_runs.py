@@ -67,7 +67,7 @@ class FailedRuns:
 
 @dataclass(frozen=True, kw_only=True)
 class FailingNode:
-    """A node on which runs failed.
+    """A node where runs failed.
 
     Attributes:
         failed: Number of runs whose last attempt failed there.
