@@ -439,6 +439,12 @@ def _payload_rules(fd_groups: Sequence[str]) -> list[tuple[pl.Expr, str]]:
     ]
 
 
+_NONE_MALFORMED: Final = pl.DataFrame(
+    schema={"position": pl.get_index_type(), "line": pl.String, "reason": pl.String, "id": pl.UInt64,
+            "label": pl.String}
+)  # fmt: skip
+
+
 def _malformed(rows: pl.DataFrame, rules: list[tuple[pl.Expr, str]], grammar: Grammar) -> tuple[pl.DataFrame, int]:
     """Returns position, line and reason of malformed rows, without repeated headers; and the number of error frames.
 
@@ -447,6 +453,9 @@ def _malformed(rows: pl.DataFrame, rules: list[tuple[pl.Expr, str]], grammar: Gr
     line = pl.col("line")
     rows = rows.filter(_is_row(line), line.str.strip_chars() != grammar.header)
     num_rows = len(rows)
+    if not num_rows:
+        # In most blocks: polars would take longer for the columns of no row than for those of all rows.
+        return _NONE_MALFORMED, 0
     if grammar.error_frame:
         rows = rows.filter(~line.str.contains(grammar.error_frame))
     error_frames = num_rows - len(rows)
