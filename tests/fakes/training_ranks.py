@@ -294,7 +294,7 @@ def fit_samples(
     ranks.close()
 
 
-def train_windows(ranks: Ranks, folder: Path, *, model: str, state: Path) -> None:
+def train_windows(ranks: Ranks, folder: Path, *, model: str, state: Path, cache: Path) -> None:
     """Trains a small model on simulated windows, from the data to the judgement."""
     values = {
         "dataset.synthetic.seconds": 5,
@@ -305,6 +305,7 @@ def train_windows(ranks: Ranks, folder: Path, *, model: str, state: Path) -> Non
         "mode.baselines": False,
         "paths.runs_dir": str(folder / "runs"),
         "paths.state_dir": str(state),
+        "paths.cache": str(cache),
     }
     _train(ranks, folder, RunRequest(model=model, dataset="synthetic", size="student", device="cpu", values=values))
 

@@ -31,7 +31,7 @@ from fakes.costly import Costly
 from fakes.line_fit import fixed, line_run
 
 MIB = 2**20
-RUNS = 40
+RUNS = 20
 SAMPLES, BATCH, EPOCHS = 600, 200, 2
 EXACT = 1e-10
 """Relative L2 distance of the weights after all steps, in float64."""

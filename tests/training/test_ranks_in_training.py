@@ -54,20 +54,42 @@ def outcomes(folder: Path) -> dict[int, str]:
     return {one.rank: one.outcome for one in read_records(folder / "state").finished}
 
 
-def test_three_ranks_train_the_weights_of_one_process(tmp_path: Path) -> None:
-    (alone,), several = fitted(tmp_path / "alone", 1, **EXACT), fitted(tmp_path / "several", 3, **EXACT)
+@pytest.fixture(scope="module")
+def alone_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a training in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    fitted(folder, 1, **EXACT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(alone_folder: Path) -> dict[str, Any]:
+    told: dict[str, Any] = torch.load(alone_folder / "rank-0.pt")
+    return told
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """A training of two ranks with dropout to which nothing happens."""
+    return fitted(tmp_path_factory.mktemp("undisturbed"), 2, **DROPPING)
+
+
+def test_three_ranks_train_the_weights_of_one_process(
+    tmp_path: Path, alone: dict[str, Any], alone_folder: Path
+) -> None:
+    several = fitted(tmp_path / "several", 3, **EXACT)
     assert relative_error(several[0]["weights"], alone["weights"]) <= 1e-10
     assert all(torch.equal(rank["weights"], several[0]["weights"]) for rank in several)
     assert [bool(rank["best"]) for rank in several] == [True, False, False]
     assert sum(rank["validated"] for rank in several) == alone["validated"] == EXACT["epochs"] * 20, (
         "as many training samples are compared"
     )
-    for one, other in zip(records(tmp_path / "several"), records(tmp_path / "alone"), strict=True):
+    for one, other in zip(records(tmp_path / "several"), records(alone_folder), strict=True):
         assert one.keys() == other.keys()
         assert losses(one) == pytest.approx(losses(other), rel=1e-10)
     observed = read_records(tmp_path / "several" / "state").finished
     assert {(one.rank, one.attempt, one.outcome) for one in observed} == {(0, 1, "ok"), (1, 1, "ok"), (2, 1, "ok")}
-    [run], [alone_run] = (list((tmp_path / name / "runs").iterdir()) for name in ("several", "alone"))
+    [run], [alone_run] = (list((folder / "runs").iterdir()) for folder in (tmp_path / "several", alone_folder))
     assert {path.name for path in run.glob("steps*")} == {"steps.jsonl", "steps-rank-1.jsonl", "steps-rank-2.jsonl"}
     steps, others = read_steps(run)[0], read_steps(alone_run)[0]
     assert [one.step for one in steps] == [one.step for one in others]
@@ -90,11 +112,10 @@ def test_mixed_precision_trains_on_ranks_of_which_some_have_nothing_to_do(
     assert all(torch.equal(rank["weights"], several[0]["weights"]) for rank in several)
 
 
-def test_an_out_of_memory_on_one_rank_changes_nothing_but_its_micro_batches(tmp_path: Path) -> None:
-    (alone,), several = (
-        fitted(tmp_path / "alone", 1, **EXACT),
-        fitted(tmp_path / "several", 3, fault=(1, "little memory", 2), **EXACT),
-    )
+def test_an_out_of_memory_on_one_rank_changes_nothing_but_its_micro_batches(
+    tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    several = fitted(tmp_path / "several", 3, fault=(1, "little memory", 2), **EXACT)
     assert relative_error(several[2]["weights"], alone["weights"]) <= 1e-10
     assert [rank["ooms"][0] > 0 for rank in several] == [False, True, False]
     assert several[0]["ooms"] == (0, several[1]["ooms"][0])
@@ -114,8 +135,7 @@ def test_samples_that_do_not_fit_on_one_rank_end_all_after_a_checkpoint(tmp_path
     assert torch.equal(fitted(tmp_path, 3, **DROPPING)[2]["weights"], undisturbed[2]["weights"])
 
 
-def test_a_signal_to_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
-    undisturbed = fitted(tmp_path / "undisturbed", 2, **DROPPING)
+def test_a_signal_to_one_rank_stops_all_at_one_step(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
     assert ended(tmp_path, 2, fault=(1, "signal", 5), **DROPPING) == [143, 143]
     assert checkpoint(tmp_path)["progress"]["step"] == 5
     assert outcomes(tmp_path) == {0: "interrupted", 1: "interrupted"}
@@ -127,9 +147,8 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_takes_the_others_along_and_the_run_goes_on_bit_by_bit(
-    tmp_path: Path, victim: int
+    tmp_path: Path, victim: int, undisturbed: list[dict[str, Any]]
 ) -> None:
-    undisturbed = fitted(tmp_path / "undisturbed", 2, **DROPPING)
     codes = ended(tmp_path, 2, fault=(victim, "kill", 6), **DROPPING)
     assert (codes[victim], codes[1 - victim]) == (-9, 3)
     text = error_text(tmp_path, 1 - victim)
@@ -174,9 +193,8 @@ def test_the_plan_of_several_ranks_says_that_dropout_makes_losses_differ_and_wit
         assert (other == pytest.approx(one, rel=1e-10)) == (name == "off")
 
 
-def test_with_another_number_of_ranks_the_batch_stays(tmp_path: Path) -> None:
+def test_with_another_number_of_ranks_the_batch_stays(tmp_path: Path, alone: dict[str, Any]) -> None:
     settings = {**EXACT, "checkpoint_every": 2}
-    (alone,) = fitted(tmp_path / "alone", 1, **settings)
     assert ended(tmp_path, 3, fault=(0, "signal", 5), **settings) == [143] * 3
     resumed = fitted(tmp_path, 2, **settings)
     assert relative_error(resumed[0]["weights"], alone["weights"]) <= 1e-10
@@ -231,11 +249,18 @@ def test_running_statistics_are_those_of_rank_0(tmp_path: Path) -> None:
     assert checkpoint(tmp_path)["model"]["0.running_mean"].abs().sum() > 0
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of prepared data, which all trainings on windows share."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.parametrize("model", ["gat", "vgae"])
-def test_a_whole_training_on_two_ranks_ends_as_on_one(tmp_path: Path, model: str) -> None:
+def test_a_whole_training_on_two_ranks_ends_as_on_one(tmp_path: Path, model: str, cache: Path) -> None:
     for name, ranks in (("alone", 1), ("several", 2)):
         (tmp_path / name).mkdir()
-        codes = run_ranks(ranks, train_windows, tmp_path / name, model=model, state=tmp_path / name / "state")
+        places = {"state": tmp_path / name / "state", "cache": cache}
+        codes = run_ranks(ranks, train_windows, tmp_path / name, model=model, **places)
         assert codes == [0] * ranks
     (one,), (other,) = (list((tmp_path / name).glob("runs/*/result.json")) for name in ("several", "alone"))
     shared, alone = json.loads(one.read_text()), json.loads(other.read_text())

@@ -86,18 +86,23 @@ def trace(calls: Sequence[Call]) -> Program:
     check_alike(calls)
     names, axes = list(calls[0].inputs()), axis_names(calls)
     call = max(calls, key=lambda each: _least_dynamic(each, names, axes))
-    exported, module = _traced(call, names, axes)
-    used = [name for name, node in zip(names, _placeholders(exported), strict=True) if node.users]
+    whole = _traced(call, names, axes)
+    used = [name for name, node in zip(names, _placeholders(whole[0]), strict=True) if node.users]
+    refuses = _refuses(whole[0], names, {name: axes[name] for name in used if name in axes}, calls)
+    traced: tuple[Any, TensorCall] | None = whole
     if len(used) < len(names):
         # Tensors of a batch that the model does not read, as its labels.
         names = used
         call = max(calls, key=lambda each: _least_dynamic(each, names, axes))
-        exported, module = _traced(call, names, axes)
-    if _refuses(exported, names, axes, calls):
+        # A trace that would refuse the same sizes again is left out: it takes seconds.
+        traced = None if refuses else _traced(call, names, axes)
+        refuses = traced is None or _refuses(traced[0], names, axes, calls)
+    if refuses:
         # PyTorch has taken 1 for a special size, as if it could be expanded to others; where that is wrong, the
         # comparison with the model tells.
         with suppress(RunError), _without_special_sizes():
-            exported, module = _traced(call, names, axes)
+            traced = _traced(call, names, axes)
+    exported, module = traced or _traced(call, names, axes)
     symbols = _symbols(exported, names, axes)
     inputs = [_slot(name, node.meta["val"], symbols)
               for name, node in zip(names, _placeholders(exported), strict=True)]  # fmt: skip

@@ -18,7 +18,7 @@ from tasks.seq2seq.conftest import MODELS, MakeTask
 
 ENDLESS = 2**62
 WITHIN = {"lstm": 0.06, "transformer": 0.03, "lstm+": 0.08, "transformer+": 0.03}
-MANY = 2_000  # pairs of a batch: more than five times the largest probe
+MANY = 1_000  # pairs of a batch: more than five times the largest probe
 
 
 def limits_of(task: Seq2seq) -> DeviceLimits:

@@ -20,7 +20,7 @@ from can_train_tasks.can.settings import FORMATS, CanDatasetSettings, ColumnSett
 from fakes.tasks_can_writers import COMPRESSORS, WRITERS, Message, Writer, car_hacking, write_log
 
 AUTO = CanDatasetSettings()
-EXAMPLES_PER_FORMAT = 8
+EXAMPLES_PER_FORMAT = 4
 FD_LENGTHS = (12, 16, 20, 24, 32, 48, 64)
 BLOCK_BYTES = st.sampled_from([1, 30, 200, 1 << 20])
 UNPACKED_ONLY = ("sqlite",)  # formats that are not read where they are compressed
@@ -31,7 +31,7 @@ TRAFFIC = [Message(1_000_000 + 500 * i, 0x100 + i % 7, bytes([i % 256, 7]), atta
 
 @st.composite
 def traffic(draw: st.DrawFn, writer: Writer) -> list[Message]:
-    steps = sorted(draw(st.lists(st.integers(0, writer.last_us // writer.step_us), min_size=1, max_size=12)))
+    steps = sorted(draw(st.lists(st.integers(0, writer.last_us // writer.step_us), min_size=1, max_size=8)))
     return [draw(messages(step * writer.step_us, writer)) for step in steps]
 
 
