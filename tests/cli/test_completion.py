@@ -28,7 +28,7 @@ TABLE = [
     ("--model=fu", "--model=fusion"),
     ("--size ", "student teacher"),
     ("--mode know", "knowledge_distillation"),
-    ("--dataset syn", "synthetic synthetic_large"),
+    ("--dataset syn", "syncan synthetic synthetic_large"),
     ("--device s", "sim:"),
     ("--memory ", "muon tight tracknet"),
     ("--precision ", " ".join(CHOICES["precision"])),

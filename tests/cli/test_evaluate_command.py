@@ -131,7 +131,7 @@ def test_a_run_is_found_by_the_beginning_of_its_name(line: Line) -> None:
         (("--treshold", "3"), "--threshold"),
         (("--dataset", ""), "--dataset is empty"),
         (("--channel", "can7"), "Leave out dataset.channel"),
-        (("--dataset", "hcrl_chh"), "Nearest of 11: hcrl_ch"),
+        (("--dataset", "hcrl_chh"), "Nearest of 12: hcrl_ch"),
         (("--dataset", "/no/such.csv"), "names no file or folder that exists"),
         (("--scores", "scores.xlsx"), "CSV or Parquet"),
         (("--device", "quantum"), "Unknown device"),
