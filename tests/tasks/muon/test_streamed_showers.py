@@ -167,7 +167,7 @@ print(table.nbytes, int(peak) * 1024)
 def test_a_process_that_reads_parquet_grows_by_the_arrays_of_the_events(tmp_path: Path) -> None:
     write_events(tmp_path / "warm.parquet", np.full(1000, 20))
     peaks, arrays, files = [], [], []
-    for size in (10_000, 60_000):
+    for size in (20_000, 120_000):
         path = write_events(tmp_path / f"{size}.parquet", np.full(size, 20))
         tests = Path(__file__).parents[2]
         line = [sys.executable, "-P", "-c", PEAK, str(path), str(tests)]
