@@ -100,7 +100,7 @@ def test_hyphens_in_a_data_sets_name_are_underscores() -> None:
     ("request_", "message"),
     [
         ({"model": "gta"}, r"Unknown model: 'gta'.*\n.*first: gat.*\n(.*\n)*.*--model +--mode"),
-        ({"dataset": "synthetc"}, r"Unknown data set: 'synthetc'.*\n.*of 11: synthetic"),
+        ({"dataset": "synthetc"}, r"Unknown data set: 'synthetc'.*\n.*of 12: synthetic"),
         ({"mode": "nomal"}, r"no mode 'nomal'.*\n.*normal"),
         ({"mode": "autoencoder"}, r"no mode 'autoencoder'"),
         ({"mode": "knowledge_distillation", "size": "teacher"}, r"one size only: --size teacher.*\n.*--size student\n"),

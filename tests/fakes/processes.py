@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -193,6 +194,14 @@ os._exit(status)
 """Asks the server for a module that is called as `-P -m MODULE WORDS`, and ends as that process does."""
 
 
+_SERVER = "python with imports"
+
+
+def running_children() -> list[BaseProcess]:
+    """The processes that this one has started, without the server of `python_with_imports`."""
+    return [child for child in multiprocessing.active_children() if child.name != _SERVER]
+
+
 @contextmanager
 def python_with_imports() -> Iterator[Path]:
     """A program that runs `-P -m MODULE` as Python does, in a process that has imported already, and anything else with
@@ -204,7 +213,7 @@ def python_with_imports() -> Iterator[Path]:
             listener.bind(str(address))
             listener.listen(64)
             given = _Descriptor(listener.fileno())
-            server = quick_context().Process(target=_serve, args=(given, program))
+            server = quick_context().Process(name=_SERVER, target=_serve, args=(given, program))
             server.start()
         program.write_text(PYTHON.format(python=sys.executable, address=str(address)))
         program.chmod(0o700)

@@ -5,7 +5,6 @@ import random
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from can_train.training.sample_task import TaskContext
 from can_train.training.session import Session
 from can_train.training.train import make_session, train
 from fakes.line_fit import fixed, line_parts
+from fakes.processes import running_children
 from fakes.sample_tasks import TwoPhases, TwoTerms, Words
 
 KINDS = (Words, TwoTerms, TwoPhases)
@@ -67,7 +67,7 @@ def trained(folder: Path, kind: type[Task], workers: int | str, **training: Any)
     given_settings = {"precision": "fp64", "batch_size": 16, "find_batch_size": "off", "epochs": 3, **training}
     session = make_session(line_parts(folder, kind(context), **given_settings), fixed(0.5))  # type: ignore[arg-type]
     train(session)
-    assert active_children() == []
+    assert running_children() == []
     return session
 
 
@@ -189,7 +189,7 @@ def test_an_error_of_a_sample_names_the_sample(tmp_path: Path) -> None:
         trained(tmp_path, failing(fail), 2)
     assert "sample 39 of the set 'train': ValueError: no such picture" in str(raised.value)
     assert raised.value.traceback.splitlines()[-1] == "ValueError: no such picture"
-    assert active_children() == []
+    assert running_children() == []
 
 
 @pytest.mark.slow
@@ -203,7 +203,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_a_checkpoint(tmp_path: Path) 
     assert raised.value.details.of_host
     (folder,) = tmp_path.rglob("checkpoints")
     assert Checkpoints(folder).newest() is not None
-    assert active_children() == []
+    assert running_children() == []
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import itertools
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from can_train.training.session import Session
 from can_train.training.streams import StreamParts
 from can_train.training.train import make_session, train
 from fakes.line_fit import fixed, line_parts
+from fakes.processes import running_children
 from fakes.sample_tasks import TwoPhases, Words
 from fakes.streams import LOADED, Counted, Endless, Refilled, Sharded, Stateful, streamed
 
@@ -42,7 +42,7 @@ def session_of(folder: Path, kind: type[Task], workers: int | str, **training: A
 def trained(folder: Path, kind: type[Task], workers: int | str, **training: Any) -> Session:
     session = session_of(folder, kind, workers, **training)
     train(session)
-    assert active_children() == []
+    assert running_children() == []
     return session
 
 

@@ -44,7 +44,7 @@ def state(run: Run) -> dict[str, str]:
 
 def test_the_next_attempt_waits_until_the_earlier_one_has_saved_and_ended(stage: Stage) -> None:
     undisturbed: Path = stage.train("undisturbed", "cpu")
-    run = stage.submit("lost", *SMALL, "--set", f"cluster.exclude={stage.quiet}")
+    run = stage.submit("lost", *SMALL, exclude=stage.quiet)
     pid = lose_node(stage, run)
     stage.slurm.wait_for(lambda: "An earlier attempt" in run.log)
     told = state(run)
