@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, Self, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import nn
 
@@ -31,7 +30,7 @@ from can_train.io.records import open_atomic
 from can_train.memory.meters import open_meter
 from can_train.reporter import Reporter, SilentReporter, TextTable
 from can_train.runs.trust import CodeTrust
-from can_train.training.inference import BatchedInference, InferenceDevice, Rows
+from can_train.training.inference import BatchedInference, InferenceDevice, Rows, compute_as_trained
 from can_train.training.loading import finished_model, load_finished, with_cache
 
 T = TypeVar("T")
@@ -203,9 +202,7 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
     dataset = evaluation_dataset(run, request.dataset, request.sets)
     if request.scores is not None:
         check_score_file(request.scores, task.data_files(dataset, data_root(paths)))
-    # As in training, so that scores of the same samples are the same bits. torch.use_deterministic_algorithms imports
-    # the compiler, which takes seconds and is not used here.
-    torch.set_deterministic_debug_mode("error" if run.training.deterministic else "default")
+    compute_as_trained(run.training)
 
     def judge(cache: Path) -> tuple[Evaluation, Verdict, float]:
         options = load_object(task.evaluation)() if request.options is None else request.options

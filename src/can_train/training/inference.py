@@ -37,6 +37,12 @@ Rows = NDArray[np.int64]
 T = TypeVar("T")
 
 
+def compute_as_trained(training: TrainingSettings) -> None:
+    """Has PyTorch take the algorithms of a run's training, so that the same samples have the same bits."""
+    # Not torch.use_deterministic_algorithms: it imports the compiler, which takes seconds and is not used here.
+    torch.set_deterministic_debug_mode("error" if training.deterministic else "default")
+
+
 @dataclass(frozen=True, kw_only=True)
 class InferenceDevice:
     """Where a model computes."""

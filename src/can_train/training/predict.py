@@ -30,7 +30,7 @@ from can_train.runs.registry import Registry
 from can_train.runs.status import find_run, known_runs
 from can_train.runs.trust import CodeTrust
 from can_train.task import UpcomingBatch
-from can_train.training.inference import PART_SAMPLES, BatchedInference, InferenceDevice, Rows
+from can_train.training.inference import PART_SAMPLES, BatchedInference, InferenceDevice, Rows, compute_as_trained
 from can_train.training.loading import finished_model, load_finished, with_cache
 from can_train.training.prediction_files import (
     SET,
@@ -533,8 +533,7 @@ def computing(run: ResolvedRun, device: InferenceDevice) -> Iterator[None]:
     code of the process computes as before.
     """
     before = torch.get_deterministic_debug_mode()
-    # Not torch.use_deterministic_algorithms: it imports the compiler, which takes seconds and is not used here.
-    torch.set_deterministic_debug_mode("error" if run.training.deterministic else "default")
+    compute_as_trained(run.training)
     try:
         with device.meter.active(), tf32(run.training, device.meter.device):
             yield
