@@ -75,10 +75,16 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CAN_TRAIN_CONFIG", os.devnull)
 
 
-@pytest.fixture
-def data_prepared_once(monkeypatch: pytest.MonkeyPatch, shared: Path) -> None:
+@pytest.fixture(scope="session")
+def prepared(shared: Path) -> Path:
     """One cache of prepared data for tests that are not about it: the smallest data set takes 6 s of a processor."""
-    monkeypatch.setenv("CAN_TRAIN_CACHE", str(shared / "prepared"))
+    return shared / "prepared"
+
+
+@pytest.fixture
+def data_prepared_once(monkeypatch: pytest.MonkeyPatch, prepared: Path) -> None:
+    """Has commands take the cache of prepared data that tests share."""
+    monkeypatch.setenv("CAN_TRAIN_CACHE", str(prepared))
 
 
 _MANY_MODULES = 300

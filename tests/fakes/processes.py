@@ -187,7 +187,8 @@ for number in forwarded:
 signal.pthread_sigmask(signal.SIG_UNBLOCK, forwarded)
 status = int(answers.readline())
 if status < 0:
-    signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+    if -status != signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
 os._exit(status)
 """

@@ -78,14 +78,14 @@ COMPARED = command_lines("\n".join(block for text in TEXTS.values() for block in
 
 
 @pytest.fixture(scope="module")
-def desk(shared: Path) -> Path:
+def desk(shared: Path, prepared: Path) -> Path:
     """A folder with logs, a classifier, an autoencoder, and what they taught. The first process to need it makes it."""
     folder, mark = shared / "desk", shared / "desk-is-made"
     with (shared / "desk.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not mark.exists():
             shutil.rmtree(folder, ignore_errors=True)
-            make_desk(folder, shared / "prepared")
+            make_desk(folder, prepared)
             mark.touch()
     return folder
 
@@ -114,13 +114,13 @@ def make_desk(folder: Path, prepared: Path) -> None:
 
 @pytest.fixture
 def here(
-    desk: Path, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: Path
+    desk: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: Path
 ) -> Iterator[Path]:
     """The desk's state and runs, for one command to change."""
     monkeypatch.setattr(sys, "executable", str(warm_python))
     # The desk's runs know the desk's cache, and a command of another process may just write a file there.
     folder = shutil.copytree(desk, tmp_path / "desk", ignore=shutil.ignore_patterns(".*"))
-    with at(folder, shared / "prepared"):
+    with at(folder, prepared):
         yield folder
 
 

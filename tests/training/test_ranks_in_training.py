@@ -249,17 +249,11 @@ def test_running_statistics_are_those_of_rank_0(tmp_path: Path) -> None:
     assert checkpoint(tmp_path)["model"]["0.running_mean"].abs().sum() > 0
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of prepared data, which all trainings on windows share."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.mark.parametrize("model", ["gat", "vgae"])
-def test_a_whole_training_on_two_ranks_ends_as_on_one(tmp_path: Path, model: str, cache: Path) -> None:
+def test_a_whole_training_on_two_ranks_ends_as_on_one(tmp_path: Path, model: str, prepared: Path) -> None:
     for name, ranks in (("alone", 1), ("several", 2)):
         (tmp_path / name).mkdir()
-        places = {"state": tmp_path / name / "state", "cache": cache}
+        places = {"state": tmp_path / name / "state", "cache": prepared}
         codes = run_ranks(ranks, train_windows, tmp_path / name, model=model, **places)
         assert codes == [0] * ranks
     (one,), (other,) = (list((tmp_path / name).glob("runs/*/result.json")) for name in ("several", "alone"))
