@@ -296,7 +296,7 @@ def moment_seconds() -> pl.Expr:
 def _payload_digits(grammar: Grammar) -> pl.Expr:
     if grammar.byte_columns:
         cells = [pl.col(f"data_{i}").fill_null("") for i in range(grammar.byte_columns)]
-        codes = [_CELL_CODES.get(grammar.payload_code, _hex_byte)(cell) for cell in cells]
+        codes = [_CELL_CODES[grammar.payload_code](cell) for cell in cells]
         # Dots stand for an empty cell: dots after the payload are dropped, dots inside it make the number unreadable.
         bytes_ = (
             pl.when(cell == "").then(pl.lit("..")).otherwise(code) for cell, code in zip(cells, codes, strict=True)
@@ -334,7 +334,7 @@ def _digits_of_byte(byte: pl.Expr) -> pl.Expr:
     return byte.cast(pl.Int32).replace_strict({value: f"{value:02x}" for value in range(256)}, default="xx")
 
 
-_CELL_CODES: Final = {"decimal": _decimal_byte, "signals": _signal_word}
+_CELL_CODES: Final = {"hex": _hex_byte, "decimal": _decimal_byte, "signals": _signal_word}
 
 
 def _payload_columns(digits: pl.Expr, *, fd: bool) -> list[pl.Expr]:
@@ -454,7 +454,7 @@ def _malformed(rows: pl.DataFrame, rules: list[tuple[pl.Expr, str]], grammar: Gr
     rows = rows.filter(_is_row(line), line.str.strip_chars() != grammar.header)
     num_rows = len(rows)
     if not num_rows:
-        # In most blocks: polars would take longer for the columns of no row than for those of all rows.
+        # In most blocks: polars would take longer for the columns of no row than for the columns of all rows.
         return _NONE_MALFORMED, 0
     if grammar.error_frame:
         rows = rows.filter(~line.str.contains(grammar.error_frame))
