@@ -599,8 +599,7 @@ class MicroBatcher:
 
     def _look_outside(self, loss: Tensor, terms: tuple[str, ...], undo: Undo) -> None:
         """Finds the tensors beside the model's parameters that a loss gives gradients to, once for every set of terms,
-        so that a failed part is undone there too. Gathered weights are not among them: shards
-        get their gradients.
+        so that a failed part is undone there too. Gathered weights are not among them: shards get their gradients.
         """
         if terms in self._looked_through:
             return

@@ -15,9 +15,8 @@ from can_train.fit.factor_rule import RememberedLimit
 from can_train.task import Feature
 
 _MOST_READINGS: Final = 32  # Readings that are kept; the smallest costs are dropped
-_SPREAD: Final = (
-    1.25  # Least ratio of the largest to the smallest cost, for a line through readings to be more than noise
-)
+# Least ratio of the largest cost to the smallest, for a line through readings to be more than noise.
+_SPREAD: Final = 1.25
 _LEAST_SLOPE: Final = 1e-9  # Bytes a unit of cost, in place of zero
 
 

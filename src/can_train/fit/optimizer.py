@@ -479,7 +479,7 @@ class Optimization:
             _check_form(own[name].get("param_groups", own[name]), now.get("param_groups", now))
         saved = state["optimizer"]["state"]
         is_torch = type(self.optimizer).__module__.startswith("torch.optim.")
-        # In the order of its groups: a state numbers the parameters so.
+        # A state numbers the parameters in the order of the groups.
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         for number, parameter in enumerate(parameters):
             values = self.optimizer.state.get(parameter, {})

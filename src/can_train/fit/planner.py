@@ -156,7 +156,7 @@ class Planner:
 
     @cached_property
     def rungs(self) -> tuple[Rung, ...]:
-        """The rungs that the model may be computed on, in the order of trying them."""
+        """The rungs that the model may be computed on, in order of trial."""
         training, ranks = self.training, 1 if self.shards is None else self.shards.size
         # On shards, a step goes as far to fit as it would go without them.
         fit = "auto" if training.fit == "shard" else training.fit

@@ -104,11 +104,11 @@ _GPU: Final = torch.device("cuda")
 _IMAGE_DIMS: Final = 4  # samples, channels, height and width
 _RECORDED_STEPS: Final = 2  # the optimizer makes its state in the first one
 _CLEARED: Final = ("before", "after")
-_TOLD_SHARE: Final = 0.01  # of the peak: larger gradients that are alive matter
+_TOLD_SHARE: Final = 0.01  # of the peak: smaller gradients that are alive are not told
 _ANY_LR: Final = 1e-3  # a learning rate decides no memory
 _LEAST_READ: Final = 2  # Samples of the first step that shows sizes: normalization fails on one
 _READ_S: Final = 4.0  # Of steps that show sizes, after which no larger one is run
-_SIZES_SHARE: Final = 0.1  # of the peak: as much may other values change it; not measured
+_SIZES_SHARE: Final = 0.1  # of the peak: the change that other values may cause; not measured
 _CHECKED: Final = 4  # Costs of the largest probe: of a batch unlike the probes that tells whether the line holds for it
 
 

@@ -145,7 +145,7 @@ def rungs_of(  # noqa: PLR0913 - the model, the settings, and what the device an
     ranks: int = 1,
     state_can_leave: bool = False,
 ) -> tuple[Rung, ...]:
-    """Returns the rungs that a model may be computed on, in the order of trying them.
+    """Returns the rungs that a model may be computed on, in order of trial.
 
     Args:
         model: The model.

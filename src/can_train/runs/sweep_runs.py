@@ -97,7 +97,7 @@ def failures_by_cause(statuses: Iterable[RunStatus]) -> list[FailedRuns]:
 
 
 def failures_by_node(statuses: Sequence[RunStatus]) -> list[FailingNode]:
-    """Lists the nodes on which runs failed, the worst first."""
+    """Lists the nodes where runs failed, the worst first."""
     failed = _count_nodes([status for status in statuses if has_failed(status)])
     finished = _count_nodes([status for status in statuses if status.state.state == FINISHED])
     nodes = [FailingNode(node=node, failed=count, finished=finished.get(node, 0)) for node, count in failed.items()]

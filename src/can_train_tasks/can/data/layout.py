@@ -127,7 +127,7 @@ def _find(dataset: CanDatasetSettings, data_root: Path, wanted: Sequence[str]) -
 
 
 def _by_file_names(paths: Sequence[Path]) -> list[tuple[Path, str, str]]:
-    """Returns path, role and group of logs that are all named train_… or test_…, as those of SynCAN; else nothing."""
+    """Returns path, role and group of logs that are all named train_… or test_…, as in SynCAN; else nothing."""
     roles = [path.name.partition("_")[0] for path in paths]
     if {*roles} != {TRAIN, TEST}:
         return []
