@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from can_train.config.compose import RunRequest, from_file, resolve
@@ -45,6 +45,7 @@ def resolved_run(request: dict[str, Any], values: dict[str, Any]) -> Any:
 
 @settings(max_examples=10)
 @given(REQUESTS, VALUES)
+@example({"model": "gat"}, {"paths.runs_dir": "a\x85b"})
 def test_a_run_that_is_written_and_read_is_the_same(request: dict[str, Any], values: dict[str, Any]) -> None:
     run = resolved_run(request, values)
     text = plain_to_yaml(run.config)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings
     from can_train.reporter import Reporter
 
+_UNICODE_LINE_BREAKS: Final = "\x85\u2028\u2029"
 _MOST_NESTED: Final = 1000  # levels of YAML that its readers are trusted with
 _MOST_VALUES: Final = 100_000  # of a YAML file whose values are repeated by aliases
 PATH_FLAGS: Final = ("runs_dir", "data_root", "state_dir", "cache")
@@ -228,7 +229,16 @@ def plain_to_yaml(plain: Mapping[str, Any]) -> str:
     # Imported here and below: `can-train --help` needs this module and writes no configuration.
     import yaml
 
-    return str(yaml.safe_dump(dict(plain), sort_keys=False, allow_unicode=True))
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types
+        """Writes texts with Unicode's line breaks between double quotes, which escape them."""
+
+    # PyYAML writes them into single quotes as they are; read again, a next line (U+0085) is a plain line feed.
+    def represent_text(dumper: Any, text: str) -> Any:
+        style = '"' if any(line_break in text for line_break in _UNICODE_LINE_BREAKS) else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    Dumper.add_representer(str, represent_text)
+    return str(yaml.dump(dict(plain), Dumper=Dumper, sort_keys=False, allow_unicode=True))
 
 
 def plain_from_yaml(text: str) -> dict[str, Any]:
