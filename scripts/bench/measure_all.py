@@ -46,7 +46,7 @@ ARGUMENTS: Final[Mapping[str, Arguments]] = {
     "engine": Arguments("--quick", left_out=LONG),
     "frameworks": Arguments(None, None, "it needs the frameworks' own tests, which are not in the repository"),
     "history": Arguments("--quick", left_out=LONG),
-    "jumps": Arguments(quick="--seeds 3 --no-write"),
+    "rules": Arguments(quick="--seeds 3 --no-write"),
     "learning": Arguments("--scenarios 0", None, TRAININGS),
     "monitor": Arguments("--quick", left_out=LONG),
     "planning": Arguments("--quick", None, LONG),

@@ -45,6 +45,7 @@ def windows_of(
         past=np.zeros((len(node_features), len(BEHAVIOUR)), np.float32),
         past_windows=np.zeros(len(node_features), np.int32),
         jumps=np.zeros((len(node_features), len(WORDS)), np.uint16),
+        broken_checks=np.zeros(len(node_features), np.uint64),
         absent_ptr=np.zeros(G + 1, np.int64),
         absent_code=np.empty(0, np.int32),
         absent_silence=np.empty(0, np.float32),

@@ -28,10 +28,13 @@ PERIOD: Final = "period"  # time between frames of the ID, and its frames per se
 SILENCE: Final = "silence"  # time since the ID's last frame
 CHANGE: Final = "change"  # changes of the payload from frame to frame
 NEIGHBOURS: Final = "neighbours"  # IDs that come before and after the ID, and how often
+COUNTER: Final = "counter"  # a counter in the payload that misses a step
+CHECKSUM: Final = "checksum"  # a checksum in the payload that is wrong
 LATENT: Final = "latent"  # all properties together, as an autoencoder encodes them
 BYTES: Final = tuple(f"byte_{number}" for number in range(1, MAX_PAYLOAD_BYTES + 1))  # means of payload bytes
 JUMPS: Final = tuple(f"jump_{word}" for word in WORDS)  # jumps of values in the payload
-PROPERTIES: Final = (IDENTITY, *BYTES, FRAMES, LAST, GAP, PERIOD, SILENCE, CHANGE, NEIGHBOURS, LATENT, *JUMPS)
+PROPERTIES: Final = (IDENTITY, *BYTES, FRAMES, LAST, GAP, PERIOD, SILENCE, CHANGE, NEIGHBOURS, LATENT, COUNTER,
+                     CHECKSUM, *JUMPS)  # fmt: skip
 
 _GAP_FEATURES: Final = ("interval_mean_ms", "interval_std_ms", "regularity")
 _CHANGE_FEATURES: Final = ("bits_changed", "unchanged")

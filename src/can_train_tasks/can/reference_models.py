@@ -24,6 +24,8 @@ from can_train.config.resolved import FinishedModel
 from can_train.errors import CheckpointError, RunError
 from can_train.task import ReferenceModel
 from can_train_tasks.can.contributions import (
+    CHECKSUM,
+    COUNTER,
     IDENTITY,
     JUMPS,
     PERIOD,
@@ -50,7 +52,7 @@ AUTOENCODER: Final = "autoencoder"
 CLASSIFIER: Final = "classifier"
 
 # Columns of contributions that the rules add to, in the order of `Rules.rarities_by_word`.
-_RULE_COLUMNS: Final = [PROPERTIES.index(name) for name in (SILENCE, PERIOD, IDENTITY, *JUMPS)]
+_RULE_COLUMNS: Final = [PROPERTIES.index(name) for name in (SILENCE, PERIOD, IDENTITY, COUNTER, CHECKSUM, *JUMPS)]
 
 
 class WindowModel(ABC):

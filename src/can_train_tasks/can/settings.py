@@ -238,7 +238,8 @@ class CanModeSettings:
     kl_weight: float = 0.01
     """Weight of the KL divergence in the autoencoder's loss."""
     rules: bool = True
-    """Raise the network's scores by rules: a known ID is silent or late, a known bus has a new ID, or a value jumps."""
+    """Raise the network's scores by rules: a known ID is silent or late, a known bus has a new ID, a counter or a
+    checksum is wrong, or a value jumps."""
     baselines: bool = True
     """Compute the simple detectors that a result is compared with."""
 

@@ -1,4 +1,5 @@
 """The behaviour of each CAN ID in a window and in its past: its timing, the changes of its payload, and its jumps.
+And the checks that its frames break (`payload_checks`).
 
 The last frame of every ID and its behaviour in earlier windows are kept from window to window, for one log.
 
@@ -9,12 +10,19 @@ Shapes: M frames, K IDs that were seen, G windows of W frames, N nodes (an ID in
 absences (an ID that a window lacks), J words (`WORDS`).
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from can_train_tasks.can.data.payload_checks import CHECKSUM_BITS, broken_checks
+
+if TYPE_CHECKING:
+    from can_train_tasks.can.data.graphs import Frames
 
 # Times and rates are binary logarithms of seconds and of frames a second, so that a difference of 1 is a factor of 2.
 BEHAVIOUR: Final = (
@@ -48,11 +56,13 @@ class Changes(NamedTuple):
     gap_s: NDArray[np.float32]
     bits: NDArray[np.int8]
     jumps: NDArray[np.uint16]  # [M, J] jump of each word; 0 in the first and the second frame of an ID
+    broken_checks: NDArray[np.uint64]  # [M] bits of `CHECKS`; 0 in the first frame of an ID
 
     @classmethod
     def none(cls) -> Self:
         """Returns the changes of no frames."""
-        return cls(np.empty(0, np.float32), np.empty(0, np.int8), np.empty((0, len(WORDS)), np.uint16))
+        return cls(np.empty(0, np.float32), np.empty(0, np.int8), np.empty((0, len(WORDS)), np.uint16),
+                   np.empty(0, np.uint64))  # fmt: skip
 
 
 class Behaviour(NamedTuple):
@@ -123,7 +133,7 @@ class IdHistory:
     """The history of each ID in a log so far."""
 
     def __init__(self) -> None:
-        self._frames = _nothing(time=(np.float64, 0), payload=(np.int64, 0), gap=(np.float32, 0),
+        self._frames = _nothing(time=(np.float64, 0), payload=(np.int64, 0), length=(np.uint8, 0), gap=(np.float32, 0),
                                 has_step=(np.bool_, 0), step=(np.int16, len(WORDS)))  # fmt: skip
         wide = (np.float64, len(BEHAVIOUR))
         self._windows = _nothing(count=(np.float64, 0), plain=wide, clipped=wide)
@@ -131,16 +141,18 @@ class IdHistory:
         self._seen = _nothing(time=(np.float64, 0), count=(np.int64, 0))
         self._num_windows = 0
 
-    def changes(self, can_id: NDArray[np.uint32], time: NDArray[np.float64], payload: NDArray[np.uint8]) -> Changes:
+    def changes(self, frames: Frames) -> Changes:
         """Compares each of the log's next M frames with its ID's previous frame."""
-        ids, order = _sorted_ids(can_id)
-        times, words = time[order], payload_words(payload)[order]
+        ids, order = _sorted_ids(frames.can_id)
+        times, words, length = frames.timestamp[order], payload_words(frames.payload)[order], frames.length[order]
         first = _run_starts(ids)
-        before_time, before_words = np.roll(times, 1), np.roll(words, 1)
+        before_time, before_words, before_length = np.roll(times, 1), np.roll(words, 1), np.roll(length, 1)
         position, is_old = self._frames.find(ids[first])
         before_time[first], before_words[first] = np.nan, 0
-        before_time[first[is_old]] = self._frames.values["time"][position[is_old]]
-        before_words[first[is_old]] = self._frames.values["payload"][position[is_old]]
+        old = position[is_old]
+        before_time[first[is_old]] = self._frames.values["time"][old]
+        before_words[first[is_old]] = self._frames.values["payload"][old]
+        before_length[first[is_old]] = self._frames.values["length"][old]
         gap, bits = np.empty(len(ids), np.float32), np.empty(len(ids), np.int8)
         # Public captures run backwards by some milliseconds.
         gaps = np.maximum(times - before_time, 0.0).astype(np.float32)
@@ -155,13 +167,20 @@ class IdHistory:
         gap_before[first] = np.nan
         gap_before[first[is_old]] = self._frames.values["gap"][position[is_old]]
         # After a long gap the value has had time to change.
-        jumped[gaps > _LONG_GAP * gap_before] = 0
+        is_late = gaps > _LONG_GAP * gap_before
+        jumped[is_late] = 0
         jumps[order] = jumped
+        checks = broken_checks(words.view(np.uint64), length, before_words.view(np.uint64), before_length)
+        checks[is_late] &= CHECKSUM_BITS  # a counter went on without frames that the log lacks
+        checks[first[~is_old]] = 0
+        broken = np.empty_like(checks)
+        broken[order] = checks
         # An ID's first frame makes no step; steps of a short run may be its second frame's.
         has_step = is_old | (last > first)
         kept = {
             "time": times[last],
             "payload": words[last],
+            "length": length[last],
             "gap": gaps[last],
             "has_step": has_step,
             "step": steps[last],
@@ -172,7 +191,7 @@ class IdHistory:
             self._frames.keep(seen_s >= np.partition(seen_s, -_MAX_IDS)[-_MAX_IDS])
             for remembered in (self._windows, self._jumped, self._seen):
                 remembered.keep(np.isin(remembered.can_id, self._frames.can_id))
-        return Changes(gap, bits, jumps)
+        return Changes(gap, bits, jumps, broken)
 
     def _jumps(
         self,

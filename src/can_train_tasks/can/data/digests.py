@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 Hashes = NDArray[np.uint64]
 
+# Generators of CRC-8: SAE J1850, AUTOSAR's 0x2F, CCITT, Maxim's 0x31, and WCDMA's 0x9B.
+CRC8_GENERATORS: Final = {"CRC-8 SAE J1850": 0x1D, "CRC-8 AUTOSAR": 0x2F, "CRC-8": 0x07, "CRC-8 0x31": 0x31,
+                          "CRC-8 0x9B": 0x9B}  # fmt: skip
+
 # Odd numbers with evenly mixed bits: a constant of SplitMix64, and multiples of the golden ratio's constant.
 _MIX: Final = np.uint64(0xBF58_476D_1CE4_E5B9)
 _GOLDEN: Final = 0x9E37_79B9_7F4A_7C15

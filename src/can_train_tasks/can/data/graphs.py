@@ -56,7 +56,7 @@ EDGE_FEATURES: Final = (
 
 # Part of the name of every folder. Raise it when the arrays or the meaning of a column change: older folders are then
 # not found.
-SCHEMA: Final = 6
+SCHEMA: Final = 7
 
 # Type and shape of one row of every array on disk.
 _ARRAYS: Final[dict[str, tuple[str, tuple[int, ...]]]] = {
@@ -68,6 +68,7 @@ _ARRAYS: Final[dict[str, tuple[str, tuple[int, ...]]]] = {
     "past": ("float32", (len(BEHAVIOUR),)),
     "past_windows": ("int32", ()),
     "jumps": ("uint16", (len(WORDS),)),
+    "broken_checks": ("uint64", ()),
     "absent_ptr": ("int64", ()),
     "absent_code": ("int32", ()),
     "absent_silence": ("float32", ()),
@@ -170,6 +171,7 @@ class WindowGraphs:
     past: NDArray[np.float32]  # [N, 7] means of `behaviour` over the ID's earlier windows in the log
     past_windows: NDArray[np.int32]  # [N] number of the ID's earlier windows in the log
     jumps: NDArray[np.uint16]  # [N, 22] largest jump of each of `WORDS` (see `recent_jumps`)
+    broken_checks: NDArray[np.uint64]  # [N] bits of the `CHECKS` that a frame of the node breaks
     absent_silence: NDArray[np.float32]  # [A] binary logarithm of seconds since the ID's last frame
     edge_index: NDArray[np.int32]  # [2, E] source and destination as node positions inside the graph
     edge_features: NDArray[np.float32]  # [E, 11] columns `EDGE_FEATURES`, unscaled
@@ -256,7 +258,7 @@ class GraphBuilder:
         changes = [Changes.none()]
         for begin in range(0, len(frames), _COMPARED_FRAMES):
             part = frames[begin : begin + _COMPARED_FRAMES]
-            changes.append(self._history.changes(part.can_id, part.timestamp, part.payload))
+            changes.append(self._history.changes(part))
         changed = Changes(*(np.concatenate(column) for column in zip(*changes, strict=True)))
         arrived = _ComparedFrames(**vars(frames), **changed._asdict())
         joined = _Joined(arrived[:0] if self._pending is None else self._pending, arrived)
@@ -285,6 +287,7 @@ class _ComparedFrames(Frames):
     gap_s: NDArray[np.float32]  # [M]
     bits: NDArray[np.int8]  # [M]
     jumps: NDArray[np.uint16]  # [M, J]
+    broken_checks: NDArray[np.uint64]  # [M]
 
 
 class _Joined(NamedTuple):
@@ -350,7 +353,7 @@ def _build_chunk(frames: _ComparedFrames, window: int, stride: int, first_frame:
     columns["count"] = nodes.count
     columns["last_position"] = nodes.column[nodes.last] / (window - 1)
     frame = windows(np.arange(len(frames))).ravel()[nodes.member]
-    in_order = Changes(frames.gap_s[frame], frames.bits[frame], frames.jumps[frame])
+    in_order = Changes(frames.gap_s[frame], frames.bits[frame], frames.jumps[frame], frames.broken_checks[frame])
     duration_s = (times[:, -1] - times[:, 0])[nodes.row]
     seen_s = times.ravel()[nodes.member[nodes.last]]
     silence_s = np.maximum(times[nodes.row, -1] - seen_s, 0.0)
@@ -369,6 +372,7 @@ def _build_chunk(frames: _ComparedFrames, window: int, stride: int, first_frame:
         past=behaviour.past,
         past_windows=behaviour.past_windows,
         jumps=history.recent_jumps(can_id, np.maximum.reduceat(in_order.jumps, nodes.first)),
+        broken_checks=np.bitwise_or.reduceat(in_order.broken_checks, nodes.first),
         num_absent=absences.num_absent,
         absent_id=absences.can_id,
         absent_silence=absences.silence,

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train_tasks.can.data.digests import crc8
+from can_train_tasks.can.data.digests import CRC8_GENERATORS, crc8
 from can_train_tasks.can.data.graphs import Floats, Ints
 
 COUNTER, CHECKSUM, MULTIPLEXER, FLAG, VALUE, OPAQUE = "counter", "checksum", "multiplexer", "flag", "value", "opaque"
@@ -38,9 +38,6 @@ MOST_OF_FLAG: Final = 2  # different values of a flag
 LEAST_CROSSINGS: Final = 2  # of zero, without which a sign cannot be told
 LEAST_WRAPS: Final = 3  # carries, without which the order of two bytes cannot be told
 CARRIED: Final = 0.8  # share of the carries that the other byte must follow
-# Generators of CRC-8: SAE J1850, AUTOSAR's 0x2F, CCITT, Maxim's 0x31, and WCDMA's 0x9B.
-CRC8_GENERATORS: Final = {"CRC-8 SAE J1850": 0x1D, "CRC-8 AUTOSAR": 0x2F, "CRC-8": 0x07, "CRC-8 0x31": 0x31,
-                          "CRC-8 0x9B": 0x9B}  # fmt: skip
 
 Payloads = NDArray[np.uint8]  # [M, B]
 

@@ -14,6 +14,8 @@ from can_train.fit.packing import members
 from can_train_tasks.can.contributions import (
     BYTES,
     CHANGE,
+    CHECKSUM,
+    COUNTER,
     FRAMES,
     GAP,
     IDENTITY,
@@ -89,6 +91,8 @@ _WORDS: Final = {
     CHANGE: "{:.1f} bits change from frame to frame",
     NEIGHBOURS: "{:.0f} other IDs beside it",
     LATENT: "its pattern as a whole",
+    COUNTER: "its counter misses a step",
+    CHECKSUM: "its checksum is wrong",
     **{
         name: f"{_SUBJECTS[name]} jump{'' if '-' in word else 's'} by {{:,.0f}}"
         for name, word in zip(JUMPS, WORDS, strict=True)

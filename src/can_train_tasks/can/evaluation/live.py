@@ -537,7 +537,7 @@ def _silence(last_s: float | None) -> LiveEvent:
 
 
 # Fields of a block for nodes [N], edges [E] and absences [A]; the other fields are [R].
-_OF_NODES: Final = ("can_id", "node_features", "behaviour", "past", "past_windows", "jumps")
+_OF_NODES: Final = ("can_id", "node_features", "behaviour", "past", "past_windows", "jumps", "broken_checks")
 _OF_EDGES: Final = ("edge_features",)
 _OF_ABSENCES: Final = ("absent_id", "absent_silence")
 

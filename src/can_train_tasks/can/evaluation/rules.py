@@ -1,12 +1,14 @@
-"""Rules beside a network: a known ID is silent or late, a known bus has a new ID, or a value in a payload jumps.
+"""Rules beside a network: a known ID is silent or late, a known bus has a new ID, a counter misses a step, a checksum
+is wrong, or a value in a payload jumps.
 
 A network that has learned from floods and forged frames overlooks frames that are missing, and frames of a forger who
 has silenced the real sender and keeps its rhythm. But a forger who takes a value over, and leaves it again, makes the
 value jump. A rule measures how rare a window is among benign windows, and raises the network's score where the window
-is rarer than one in a million.
+is rarer than one in a million. Counters and checksums are checked exactly: an ID has the checks that it never breaks in
+benign windows.
 
 Shapes: V IDs of the vocabulary, K IDs of a data set, R windows, N nodes and A absences of the windows, I = N + A, J
-words of a payload (`WORDS`), P parts of the training logs.
+words of a payload (`WORDS`), C checks of a payload (`CHECKS`), P parts of the training logs.
 """
 
 from __future__ import annotations
@@ -22,15 +24,16 @@ from numpy.typing import NDArray
 
 from can_train.fit.packing import Members, members
 from can_train_tasks.can.data.behaviour import BEHAVIOUR, PAIRS, WORDS
-from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints
+from can_train_tasks.can.data.graphs import MAX_PAYLOAD_BYTES, FlatGraphs, Floats, Ints
+from can_train_tasks.can.data.payload_checks import CHECKS, CHECKSUM_BITS, COUNTER_BITS, COUNTERS
 from can_train_tasks.can.evaluation.calibration import ScoreScale
 from can_train_tasks.can.inputs import LEAST_KNOWN_SHARE, PUNCTUAL, PUNCTUAL_LOGS, SETTLED_WINDOWS, known_ids
 
 if TYPE_CHECKING:
     from can_train_tasks.can.data.graphs import Split
 
-SILENT, LATE, NEW, JUMP = "silent", "late", "new", "jump"
-RULES: Final = (SILENT, LATE, NEW, JUMP)
+SILENT, LATE, NEW, COUNTER, CHECKSUM, JUMP = "silent", "late", "new", "counter", "checksum", "jump"
+RULES: Final = (SILENT, LATE, NEW, COUNTER, CHECKSUM, JUMP)
 # Decimal logarithms of benign windows for each window that a rule takes for benign. On other drives of 18 simulated
 # vehicles, rules that flag one window in 100,000 raise five times as many false alarms, and find as many attacks.
 FLAGGED: Final = 6.0
@@ -56,6 +59,14 @@ UNSTEADY: Final = 1.2
 # Share of known IDs, up to which a bus may be another vehicle: by a standard such as J1939, many IDs are the same
 # there, with values of other ranges.
 SAME_VEHICLE: Final = 0.9
+# Decimal logarithm of benign windows for each window with a broken check: no benign window has any.
+BROKEN: Final = FLAGGED + 1
+LEAST_CHECKED: Final = 50  # undisturbed benign training windows with an ID, without which it has no checks
+MOST_BROKEN: Final = 0.001  # of these windows: logs lack frames
+# Different payloads, without which a checksum may fit by chance: two payloads fit one of the 16 checks of checksums at
+# every 16th ID.
+LEAST_PAYLOADS: Final = 8
+_WHOLE: Final = 1e-3  # largest distance of a mean of bytes from a whole number, where all bytes are equal
 _BYTE: Final = 256.0
 _RANGES: Final = np.array([_BYTE**2] * (2 * PAIRS) + [_BYTE] * (PAIRS + 1))  # [J]
 # [2 * PAIRS] the word that is the most significant byte of each pair
@@ -119,6 +130,7 @@ class Rules:
         silent: Tail of silence ÷ longest silence.
         late: Tail of mean gap ÷ largest mean gap.
         jump: Tail of the binary logarithm of jump ÷ largest jump.
+        checks: [V] bits of the `CHECKS` that the ID keeps in benign windows.
         new: Rarity of a benign window with an ID outside `ids`.
     """
 
@@ -127,6 +139,7 @@ class Rules:
     longest_gap: Floats
     longest_silence: Floats
     largest_jump: Floats
+    checks: NDArray[np.uint64]
     silent: Tail = _NO_TAIL
     late: Tail = _NO_TAIL
     jump: Tail = _NO_TAIL
@@ -145,13 +158,15 @@ class Rules:
         timing = _timing(flat, split.train)
         jumps = _steady_jumps(flat, split, timing["ids"])
         jumps[~(timing["gap"] <= LONGEST_PERIOD)] = np.nan
-        usual = cls(**timing, largest_jump=jumps)
+        checks = _kept_checks(flat, split, timing["ids"])
+        usual = cls(**timing, largest_jump=jumps, checks=checks)
         values = usual._values(flat, validation)
         num_new = int(np.count_nonzero(values.of_windows(values.new)))
         rare = FLAGGED + 1 if not num_new else math.log10(len(validation) / num_new)
         return cls(
             **timing,
             largest_jump=usual.largest_jump,
+            checks=checks,
             silent=Tail.of(values.of_windows(values.silent, values.absent)),
             late=Tail.of(values.of_windows(values.late)),
             jump=Tail.of(values.of_windows(np.where(_undisturbed(flat, validation), values.jump, -np.inf))),
@@ -159,7 +174,7 @@ class Rules:
         )
 
     def rarities(self, flat: FlatGraphs, rows: Ints) -> Floats:
-        """Returns the rarity [I, 4] of each ID of the windows by each of `RULES`.
+        """Returns the rarity [I, 6] of each ID of the windows by each of `RULES`.
 
         Window after window; in each window the nodes, then the absences.
         """
@@ -177,32 +192,38 @@ class Rules:
         index, word = np.nonzero(~np.isnan(self.largest_jump))
         jumps = [index.tolist(), word.tolist(), self.largest_jump[index, word].tolist()]
         tails = {name: list(getattr(self, name)) for name in (SILENT, LATE, JUMP)}
-        return {"ids": self.ids.tolist(), **times, "largest_jump": jumps, **tails, NEW: self.new}
+        checked = np.flatnonzero(self.checks)
+        checks = [checked.tolist(), self.checks[checked].tolist()]
+        return {"ids": self.ids.tolist(), **times, "largest_jump": jumps, "checks": checks, **tails, NEW: self.new}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        """Reads what `plain` wrote. Rules of runs from before the rule of jumps have none of it."""
+        """Reads what `plain` wrote. Runs from before the rule of jumps, or before the checks, lack these."""
         times = {name: np.array(plain[name], np.float64) for name in _TIMES}
         largest_jump = np.full((len(plain["ids"]), len(WORDS)), np.nan)
         if "largest_jump" in plain:
             index, word, largest = plain["largest_jump"]
             largest_jump[index, word] = largest
         ids = np.array(plain["ids"], np.int64)
-        return cls(ids=ids, **times, largest_jump=largest_jump, silent=Tail(*plain[SILENT]), late=Tail(*plain[LATE]),
-                   jump=Tail(*plain.get(JUMP, _NO_TAIL)), new=plain[NEW])  # fmt: skip
+        checks = np.zeros(len(ids), np.uint64)
+        index, checks_of_ids = plain.get("checks", ((), ()))
+        checks[np.array(index, np.int64)] = np.array(checks_of_ids, np.uint64)
+        return cls(ids=ids, **times, largest_jump=largest_jump, checks=checks, silent=Tail(*plain[SILENT]),
+                   late=Tail(*plain[LATE]), jump=Tail(*plain.get(JUMP, _NO_TAIL)), new=plain[NEW])  # fmt: skip
 
     def _rarities(self, values: _Values) -> Floats:
         table = np.zeros((len(values.silent) + len(values.absent), len(RULES)))
         of_nodes, of_absences = values.places()
         table[of_nodes] = np.column_stack(
             [self.silent.rarities(values.silent), self.late.rarities(values.late), self.new * (values.new > 0),
+             *(BROKEN * (values.broken & bits > 0) for bits in (COUNTER_BITS, CHECKSUM_BITS)),
              self.jump.rarities(values.jump)]
         )  # fmt: skip
         table[of_absences, 0] = self.silent.rarities(values.absent)
         return table
 
     def rarities_by_word(self, flat: FlatGraphs, rows: Ints) -> Floats:
-        """Returns the rarities [I, 3 + J], in which the rule of jumps has a column for each word of a payload.
+        """Returns the rarities [I, 5 + J], in which the rule of jumps has a column for each word of a payload.
 
         The word that jumps most, in units of its `largest_jump`, has the rarity.
         """
@@ -232,14 +253,16 @@ class Rules:
         silence = flat.absent_silence[absences.positions] - self.longest_silence[index[absent]]
         counts = known[absent] & np.repeat(on_known_bus, absences.sizes)
         jump, word = self._jumps(flat, nodes, at)
+        same_vehicle = np.repeat(share > SAME_VEHICLE, nodes.sizes)
         return _Values(
             nodes=nodes,
             absences=absences,
             silent=_or_nothing(now[:, _SILENCE] - self.longest_silence[at], agrees),
             late=_or_nothing(now[:, _GAP_MEAN] - self.longest_gap[at], agrees),
             new=(known_bus & ~is_known).astype(np.float64),
-            jump=_or_nothing(jump, agrees & np.repeat(share > SAME_VEHICLE, nodes.sizes)),
+            jump=_or_nothing(jump, agrees & same_vehicle),
             word=word,
+            broken=np.where(agrees & same_vehicle, self.checks[at] & flat.broken_checks[nodes.positions], np.uint64(0)),
             absent=_or_nothing(silence, counts),
         )
 
@@ -274,6 +297,7 @@ class _Values(NamedTuple):
     new: Floats  # [N] 1 for an unknown ID on a known bus
     jump: Floats  # [N]
     word: Ints  # [N] the word that jumps
+    broken: NDArray[np.uint64]  # [N] the ID's checks that the node breaks
     absent: Floats  # [A]
 
     def of_windows(self, of_nodes: Floats, of_absences: Floats | None = None) -> Floats:
@@ -344,7 +368,7 @@ class RaisedScores:
         return self.scale.raised(score, self.rules.window_rarities(flat, rows))
 
     def contributions(self, flat: FlatGraphs, rows: Ints) -> Floats:
-        """Returns what each ID of the windows adds to the scores, [I, 3 + J]; 0 where no rule flags.
+        """Returns what each ID of the windows adds to the scores, [I, 5 + J]; 0 where no rule flags.
 
         The columns are those of `Rules.rarities_by_word`.
         """
@@ -357,8 +381,9 @@ def learned(rules: Rules | None, flat: FlatGraphs, split: Split) -> dict[str, in
     """Counts what the rules have to learn from, and the IDs that they know, as strict JSON.
 
     Returns:
-        `windows`: benign validation windows. `logs`: benign training logs. `ids`: IDs of benign training. `values`: IDs
-        with a value whose jumps are known. Of the other IDs, `slow` come too seldom, and `constant` never change.
+        `windows`: benign validation windows. `logs`: benign training logs. `ids`: IDs of benign training. `checked`:
+        IDs with a counter or a checksum. `values`: IDs with a value whose jumps are known. Of the other IDs, `slow`
+        come too seldom, and `constant` never change.
     """
     benign = split.train[flat.label[split.train] == 0]
     counts = {"windows": int(np.count_nonzero(flat.label[split.validation] == 0)),
@@ -371,8 +396,9 @@ def learned(rules: Rules | None, flat: FlatGraphs, split: Split) -> dict[str, in
     others = np.logical_and.reduce(np.isnan(rules.largest_jump), axis=1)
     constant = others & ~changes[np.searchsorted(flat.ids, rules.ids)]
     slow = others & ~constant & ~(rules.gap <= LONGEST_PERIOD)
-    return {**counts, "ids": len(others), "values": int(np.count_nonzero(~others)),
-            "slow": int(np.count_nonzero(slow)), "constant": int(np.count_nonzero(constant))}  # fmt: skip
+    return {**counts, "ids": len(others), "checked": int(np.count_nonzero(rules.checks)),
+            "values": int(np.count_nonzero(~others)), "slow": int(np.count_nonzero(slow)),
+            "constant": int(np.count_nonzero(constant))}  # fmt: skip
 
 
 def learned_notes(counts: Mapping[str, int]) -> list[str]:
@@ -386,7 +412,10 @@ def learned_notes(counts: Mapping[str, int]) -> list[str]:
     reasons = {f"slower than {2**LONGEST_PERIOD} s": counts["slow"], "constant": counts["constant"]}
     why = ", ".join(f"{reason}: {count}" for reason, count in reasons.items() if count)
     jumps = f"Jumps are judged in {counts['values']} of {counts['ids']} IDs" + (f" ({why})" if why else "")
-    return [f"No rule judges silent or late IDs: that takes {PUNCTUAL_LOGS} benign logs, not {counts['logs']}. {jumps}"]
+    judged = f"{jumps}, counters and checksums in {counts['checked']}"
+    return [
+        f"No rule judges silent or late IDs: that takes {PUNCTUAL_LOGS} benign logs, not {counts['logs']}. {judged}"
+    ]
 
 
 def _timing(flat: FlatGraphs, train: Ints) -> dict[str, Any]:
@@ -437,6 +466,44 @@ def _steady_jumps(flat: FlatGraphs, split: Split, ids: Ints) -> Floats:
     # A comparison with NaN is false.
     usual[later[0] > UNSTEADY * usual] = np.nan
     return usual
+
+
+def _kept_checks(flat: FlatGraphs, split: Split, ids: Ints) -> NDArray[np.uint64]:
+    """Returns `Rules.checks` of the IDs of the vocabulary, from benign windows of training and validation."""
+    nodes, at = _undisturbed_nodes(flat, split.train, ids)
+    tried, broken = np.bincount(at, minlength=len(ids)), _times_broken(flat, nodes, at, len(ids))
+    later = _times_broken(flat, *_undisturbed_nodes(flat, split.validation, ids), len(ids))
+    kept = (tried[:, None] >= LEAST_CHECKED) & (broken <= MOST_BROKEN * tried[:, None]) & (later == 0)
+    # Where an ID counts, it has enough payloads that differ.
+    varied = kept[:, : len(COUNTERS)].any(axis=1) | (_num_payloads(flat, nodes, at, len(ids)) >= LEAST_PAYLOADS)
+    kept[~varied, len(COUNTERS) :] = False
+    checks: NDArray[np.uint64] = (kept * (np.uint64(1) << np.arange(len(CHECKS), dtype=np.uint64))).sum(axis=1)
+    return checks.astype(np.uint64)
+
+
+def _undisturbed_nodes(flat: FlatGraphs, rows: Ints, ids: Ints) -> tuple[Ints, Ints]:
+    """Returns the undisturbed nodes [N] of known IDs in windows `rows` [R], and the places of their IDs in `ids`."""
+    nodes = members(flat.node_ptr, rows).positions
+    place = np.where(np.isin(flat.ids, ids), np.searchsorted(ids, flat.ids), -1)[flat.node_code[nodes]]
+    chosen = _undisturbed(flat, rows) & (place >= 0)
+    return nodes[chosen], place[chosen]
+
+
+def _times_broken(flat: FlatGraphs, nodes: Ints, at: Ints, num_ids: int) -> Ints:
+    """Counts the nodes [N] that break each check, [V, C]; `at` [N] are the places of their IDs."""
+    broken = flat.broken_checks[nodes]
+    one = np.uint64(1)
+    columns = [np.bincount(at[broken >> np.uint64(check) & one > 0], minlength=num_ids) for check in range(len(CHECKS))]
+    return np.column_stack(columns)
+
+
+def _num_payloads(flat: FlatGraphs, nodes: Ints, at: Ints, num_ids: int) -> Ints:
+    """Counts the different payloads [V] of each ID, among windows [N] in which all its frames are equal."""
+    means = 255.0 * flat.node_features[nodes, :MAX_PAYLOAD_BYTES].astype(np.float64)
+    payload = np.rint(means)
+    equal = (np.abs(means - payload) < _WHOLE).all(axis=1)
+    different = np.unique(np.column_stack([at[equal], payload[equal].astype(np.int64)]), axis=0)
+    return np.bincount(different[:, 0], minlength=num_ids)
 
 
 def _parts_of_logs(flat: FlatGraphs, rows: Ints) -> tuple[Ints, int]:

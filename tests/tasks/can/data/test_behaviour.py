@@ -44,8 +44,8 @@ def built(frames: Frames, stride: int = WINDOW, portions: tuple[int, ...] = ()) 
     blocks = []
     for begin, end in zip((0, *portions), (*portions, len(frames)), strict=True):
         blocks += list(builder.feed(frames[begin:end]))
-    names = ("can_id", "num_nodes", "behaviour", "past", "past_windows", "jumps", "num_absent", "absent_id",
-             "absent_silence")  # fmt: skip
+    names = ("can_id", "num_nodes", "behaviour", "past", "past_windows", "jumps", "broken_checks", "num_absent",
+             "absent_id", "absent_silence")  # fmt: skip
     joined = {name: np.concatenate([getattr(block, name) for block in blocks]) for name in names}
     return type("Block", (), joined)()
 
@@ -152,7 +152,16 @@ def test_behaviour_is_that_of_the_definitions(frames: Frames, stride: int) -> No
 def test_behaviour_does_not_depend_on_the_portions_a_log_comes_in(frames: Frames, data: st.DataObject) -> None:
     cuts = data.draw(st.lists(st.integers(0, len(frames)), max_size=4).map(sorted))
     whole, parts = built(frames), built(frames, portions=tuple(cuts))
-    for name in ("behaviour", "past", "past_windows", "jumps", "num_absent", "absent_id", "absent_silence"):
+    for name in (
+        "behaviour",
+        "past",
+        "past_windows",
+        "jumps",
+        "broken_checks",
+        "num_absent",
+        "absent_id",
+        "absent_silence",
+    ):
         assert np.array_equal(getattr(whole, name), getattr(parts, name), equal_nan=name == "behaviour")
 
 

@@ -33,6 +33,7 @@ def graphs(*logs: Log, window: int = 10, stride: int = 10) -> FlatGraphs:
         past=empty,
         past_windows=np.empty(0, dtype=np.int32),
         jumps=np.empty((0, 0), dtype=np.uint16),
+        broken_checks=np.empty(0, dtype=np.uint64),
         absent_ptr=np.zeros(count + 1, dtype=np.int64),
         absent_code=np.empty(0, dtype=np.int32),
         absent_silence=np.empty(0, dtype=np.float32),

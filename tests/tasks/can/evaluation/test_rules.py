@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from can_train.errors import ConfigError
-from can_train_tasks.can.contributions import IDENTITY, JUMPS, PERIOD, PROPERTIES, SILENCE
+from can_train_tasks.can.contributions import CHECKSUM, COUNTER, IDENTITY, JUMPS, PERIOD, PROPERTIES, SILENCE
 from can_train_tasks.can.data.behaviour import WORDS
+from can_train_tasks.can.data.digests import crc8
 from can_train_tasks.can.data.graphs import Frames, GraphBuilder, Split
+from can_train_tasks.can.data.payload_checks import CHECKS, CHECKSUM_BITS
 from can_train_tasks.can.evaluation.rules import (
     FLAGGED,
     JUMP,
@@ -79,7 +81,9 @@ def test_the_id_that_is_silent_is_named(bus):
     raised = RaisedScores(rules=rules, scale=RuleScale(threshold=1.0, decade=0.5))
     added = raised.contributions(flat, np.array([row]))
     assert np.flatnonzero(added.any(axis=1)).tolist() == np.flatnonzero(ids == SILENCED).tolist()
-    assert [PROPERTIES[column] for column in _RULE_COLUMNS] == [SILENCE, PERIOD, IDENTITY, *JUMPS]
+    assert [PROPERTIES[column] for column in _RULE_COLUMNS] == [
+        SILENCE, PERIOD, IDENTITY, COUNTER, CHECKSUM, *JUMPS
+    ]  # fmt: skip
 
 
 def test_windows_together_and_one_by_one_have_equal_rarities(bus):
@@ -135,12 +139,12 @@ def test_rules_survive_a_result_file(bus):
     assert RaisedScores.from_judgement({"rules": rules.plain()}) is None
 
 
-def test_rules_of_a_run_from_before_the_rule_of_jumps_are_read_without_it(bus):
+def test_rules_of_a_run_from_before_jumps_and_checks_are_read_without_them(bus):
     flat, rules, rows = bus
     plain = rules.plain()
-    del plain["largest_jump"], plain[JUMP]
+    del plain["largest_jump"], plain[JUMP], plain["checks"]
     older = rules.rarities(flat, rows)
-    older[:, RULES.index(JUMP)] = 0.0
+    older[:, [RULES.index(rule) for rule in (JUMP, COUNTER, CHECKSUM)]] = 0.0
     assert np.array_equal(Rules.from_plain(plain).rarities(flat, rows), older)
 
 
@@ -206,6 +210,101 @@ def test_a_drive_like_those_of_training_has_no_jump(tmp_path):
     assert not {"3", "5", "6", "7", "8", "3-4", "5-6", "8-7"} & set(words)
 
 
+COUNTED, PROTECTED, SETTLING, TWO_FACED = 0x120, 0x121, 0x122, 0x123
+
+
+def protected(seed):
+    """Frames of four IDs each 10 ms.
+
+    A counter beside noise; a value with a counter and a CRC-8; a slow value with an XOR, but no counter; and a payload
+    that is one of two, in which two bytes change together.
+    """
+    rng = np.random.default_rng(seed)
+    count = np.arange(round(LOG_S / 0.01))
+    payload = np.zeros((4, len(count), 8), np.uint8)
+    payload[0, :, :7] = rng.integers(0, 256, (len(count), 7))
+    payload[0, :, 7] = (count + seed) % 15 << 4 | 3
+    payload[1, :, 2] = 100 + 90 * np.sin(count / 50)
+    payload[1, :, 6] = 0xA0 | (count + seed) % 16
+    payload[2, :, 0] = 20 + (count + 40 * seed) // 100
+    payload[3, :, [1, 7]] = rng.integers(0, 2) ^ (count // 700)
+    for own, checksum in ((1, lambda others: crc8([*others.T], 0x1D, 0xFF)), (2, lambda others: 0x5A ^ others[:, 0])):
+        payload[own, :, 7] = checksum(payload[own, :, :7])
+    times = (count[:, None] * 0.01 + np.arange(4) * 0.002).ravel()
+    ids = np.tile(np.uint32([COUNTED, PROTECTED, SETTLING, TWO_FACED]), len(count))
+    length = np.full(len(times), 8, np.uint8)
+    return Frames(times, ids, length, payload.transpose(1, 0, 2).reshape(-1, 8), np.zeros(len(times), np.uint8))
+
+
+def changed(frames, position, byte, by=1):
+    payload = frames.payload.copy()
+    payload[position, byte] += by
+    return replace(frames, payload=payload)
+
+
+def without(frames, position):
+    chosen = np.ones(len(frames), np.bool_)
+    chosen[position] = False
+    return frames[chosen]
+
+
+AT = 4 * 600  # position of the frame of `COUNTED` in the middle of a drive
+
+
+@pytest.mark.parametrize(
+    ("forge", "can_id", "kinds"),
+    [
+        (lambda frames: changed(frames, AT, 7, 1 << 4), COUNTED, [COUNTER]),
+        (lambda frames: changed(frames, AT, 7), COUNTED, []),
+        (lambda frames: changed(frames, AT + 1, 2), PROTECTED, [CHECKSUM]),
+        (lambda frames: changed(frames, AT + 1, 7), PROTECTED, [CHECKSUM]),
+        (lambda frames: changed(frames, AT + 1, 6), PROTECTED, [COUNTER, CHECKSUM]),
+        (lambda frames: without(frames, AT + 1), PROTECTED, [COUNTER]),
+        (lambda frames: without(frames, AT + 1 + 4 * np.arange(6)), PROTECTED, []),
+        (lambda frames: changed(frames, AT + 2, 0), SETTLING, [CHECKSUM]),
+        (lambda frames: changed(frames, AT + 3, 1), TWO_FACED, []),
+    ],
+    ids=["step", "beside", "value", "checksum", "both", "lost", "lost for long", "no counter", "chance"],
+)
+def test_a_broken_counter_or_checksum_is_rare_and_its_id_is_named(checked_rules, tmp_path, forge, can_id, kinds):
+    drive = graphs_of(tmp_path / "drive", forge(protected(9)))
+    every = np.arange(len(drive))
+    table = checked_rules.rarities(drive, every)
+    broken = table[:, [RULES.index(COUNTER), RULES.index(CHECKSUM)]] >= FLAGGED
+    assert [kind for kind, column in zip((COUNTER, CHECKSUM), broken.T, strict=True) if column.any()] == kinds
+    nodes = np.flatnonzero(broken.any(axis=1))
+    # The frame and the frame after it may lie in two windows.
+    assert len(nodes) <= 2
+    assert set(drive.ids[drive.node_code[nodes]].tolist()) <= {can_id}
+    raised = RaisedScores(rules=checked_rules, scale=RuleScale(threshold=1.0, decade=0.5))
+    named = np.flatnonzero(raised.contributions(drive, every)[nodes].any(axis=0))
+    names = {PROPERTIES[_RULE_COLUMNS[column]] for column in named}
+    assert names & {COUNTER, CHECKSUM} == set(kinds)
+
+
+@pytest.fixture(scope="module")
+def checked_rules(tmp_path_factory):
+    rules = swaying_rules(tmp_path_factory.mktemp("checked") / "train", [protected(seed) for seed in range(5)])
+    checks = dict(zip(rules.ids.tolist(), rules.checks.tolist(), strict=True))
+    names = {
+        can_id: [name for check, name in enumerate(CHECKS) if bits >> check & 1] for can_id, bits in checks.items()
+    }
+    assert names[COUNTED] == ["high half of byte 8, up"]
+    assert names[PROTECTED][0] == "low half of byte 7, up"
+    assert "CRC-8 SAE J1850, last byte" in names[PROTECTED]
+    assert "XOR, last byte" in names[SETTLING]
+    assert names[TWO_FACED] == []
+    return Rules.from_plain(json.loads(json.dumps(rules.plain(), allow_nan=False)))
+
+
+def test_a_check_that_a_benign_validation_drive_breaks_is_none(tmp_path):
+    logs = [*(protected(seed) for seed in range(4)), changed(protected(4), [4 * 1150 + 1, 4 * 1150], 7)]
+    rules = swaying_rules(tmp_path / "train", logs)
+    checks = dict(zip(rules.ids.tolist(), rules.checks.tolist(), strict=True))
+    assert [bool(checks[can_id]) for can_id in (COUNTED, PROTECTED, SETTLING)] == [True, True, True]
+    assert not checks[PROTECTED] & int(CHECKSUM_BITS)
+
+
 def test_too_few_benign_windows_make_no_rules(bus):
     flat, _, _ = bus
     rows = np.arange(len(flat))
@@ -229,11 +328,11 @@ def test_one_log_is_told_to_be_too_few_and_the_ids_without_a_value_are_counted(b
     split = Split(train=rows[: -len(rows) // 2], validation=rows[-len(rows) // 2 :], test={})
     counts = learned(Rules.fit(flat, split), flat, split)
     windows = len(split.validation)
-    assert counts == {"windows": windows, "logs": 1, "ids": 4, "values": 2, "slow": 1, "constant": 1}
+    assert counts == {"windows": windows, "logs": 1, "ids": 4, "checked": 2, "values": 2, "slow": 1, "constant": 1}
     (note,) = learned_notes(counts)
     assert note.split(". ") == [
         "No rule judges silent or late IDs: that takes 5 benign logs, not 1",
-        "Jumps are judged in 2 of 4 IDs (slower than 0.25 s: 1, constant: 1)",
+        "Jumps are judged in 2 of 4 IDs (slower than 0.25 s: 1, constant: 1), counters and checksums in 2",
     ]
     of_many, rules, _ = bus
     every = np.arange(len(of_many))
