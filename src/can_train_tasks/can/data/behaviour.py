@@ -57,12 +57,14 @@ class Changes(NamedTuple):
     bits: NDArray[np.int8]
     jumps: NDArray[np.uint16]  # [M, J] jump of each word; 0 in the first and the second frame of an ID
     broken_checks: NDArray[np.uint64]  # [M] bits of `CHECKS`; 0 in the first frame of an ID
+    # [M] without those checks that the ID's last frame broke, and that the frame keeps after the last frame but one
+    unexcused_checks: NDArray[np.uint64]
 
     @classmethod
     def none(cls) -> Self:
         """Returns the changes of no frames."""
         return cls(np.empty(0, np.float32), np.empty(0, np.int8), np.empty((0, len(WORDS)), np.uint16),
-                   np.empty(0, np.uint64))  # fmt: skip
+                   np.empty(0, np.uint64), np.empty(0, np.uint64))  # fmt: skip
 
 
 class Behaviour(NamedTuple):
@@ -134,7 +136,8 @@ class IdHistory:
 
     def __init__(self) -> None:
         self._frames = _nothing(time=(np.float64, 0), payload=(np.int64, 0), length=(np.uint8, 0), gap=(np.float32, 0),
-                                has_step=(np.bool_, 0), step=(np.int16, len(WORDS)))  # fmt: skip
+                                has_step=(np.bool_, 0), step=(np.int16, len(WORDS)), before=(np.int64, 0),
+                                before_length=(np.uint8, 0), broken=(np.uint64, 0))  # fmt: skip
         wide = (np.float64, len(BEHAVIOUR))
         self._windows = _nothing(count=(np.float64, 0), plain=wide, clipped=wide)
         self._jumped = _nothing(jumps=(np.uint16, len(WORDS)), before=(np.uint16, len(WORDS)))
@@ -170,14 +173,22 @@ class IdHistory:
         is_late = gaps > _LONG_GAP * gap_before
         jumped[is_late] = 0
         jumps[order] = jumped
-        checks = broken_checks(words.view(np.uint64), length, before_words.view(np.uint64), before_length)
+        checks = broken_checks(words, length, before_words, before_length)
         checks[is_late] &= CHECKSUM_BITS  # a counter went on without frames that the log lacks
         checks[first[~is_old]] = 0
-        broken = np.empty_like(checks)
-        broken[order] = checks
+        earlier: dict[str, NDArray[Any]] = {"before": before_words, "before_length": before_length, "broken": checks}
+        kept: dict[str, NDArray[Any]] = {name: values[last] for name, values in earlier.items()}
+        for name, values in earlier.items():
+            earlier[name] = np.roll(values, 1)
+            earlier[name][first] = 0
+            earlier[name][first[is_old]] = self._frames.values[name][old]
+        # After a forged frame, the sender's next frame does not fit, but it fits the sender's last frame.
+        excused = earlier["broken"] & ~broken_checks(words, length, earlier["before"], earlier["before_length"])
+        broken, unexcused = np.empty((2, len(ids)), np.uint64)
+        broken[order], unexcused[order] = checks, checks & ~excused
         # An ID's first frame makes no step; steps of a short run may be its second frame's.
         has_step = is_old | (last > first)
-        kept = {
+        kept |= {
             "time": times[last],
             "payload": words[last],
             "length": length[last],
@@ -191,7 +202,7 @@ class IdHistory:
             self._frames.keep(seen_s >= np.partition(seen_s, -_MAX_IDS)[-_MAX_IDS])
             for remembered in (self._windows, self._jumped, self._seen):
                 remembered.keep(np.isin(remembered.can_id, self._frames.can_id))
-        return Changes(gap, bits, jumps, broken)
+        return Changes(gap, bits, jumps, broken, unexcused)
 
     def _jumps(
         self,

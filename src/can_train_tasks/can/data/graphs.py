@@ -171,7 +171,9 @@ class WindowGraphs:
     past: NDArray[np.float32]  # [N, 7] means of `behaviour` over the ID's earlier windows in the log
     past_windows: NDArray[np.int32]  # [N] number of the ID's earlier windows in the log
     jumps: NDArray[np.uint16]  # [N, 22] largest jump of each of `WORDS` (see `recent_jumps`)
-    broken_checks: NDArray[np.uint64]  # [N] bits of the `CHECKS` that a frame of the node breaks
+    # [N] bits of the `CHECKS` that a frame of the node breaks; not those that only its first frame breaks after a frame
+    # that broke them
+    broken_checks: NDArray[np.uint64]
     absent_silence: NDArray[np.float32]  # [A] binary logarithm of seconds since the ID's last frame
     edge_index: NDArray[np.int32]  # [2, E] source and destination as node positions inside the graph
     edge_features: NDArray[np.float32]  # [E, 11] columns `EDGE_FEATURES`, unscaled
@@ -288,6 +290,7 @@ class _ComparedFrames(Frames):
     bits: NDArray[np.int8]  # [M]
     jumps: NDArray[np.uint16]  # [M, J]
     broken_checks: NDArray[np.uint64]  # [M]
+    unexcused_checks: NDArray[np.uint64]  # [M]
 
 
 class _Joined(NamedTuple):
@@ -353,7 +356,8 @@ def _build_chunk(frames: _ComparedFrames, window: int, stride: int, first_frame:
     columns["count"] = nodes.count
     columns["last_position"] = nodes.column[nodes.last] / (window - 1)
     frame = windows(np.arange(len(frames))).ravel()[nodes.member]
-    in_order = Changes(frames.gap_s[frame], frames.bits[frame], frames.jumps[frame], frames.broken_checks[frame])
+    in_order = Changes(frames.gap_s[frame], frames.bits[frame], frames.jumps[frame], frames.broken_checks[frame],
+                       frames.unexcused_checks[frame])  # fmt: skip
     duration_s = (times[:, -1] - times[:, 0])[nodes.row]
     seen_s = times.ravel()[nodes.member[nodes.last]]
     silence_s = np.maximum(times[nodes.row, -1] - seen_s, 0.0)
@@ -372,7 +376,7 @@ def _build_chunk(frames: _ComparedFrames, window: int, stride: int, first_frame:
         past=behaviour.past,
         past_windows=behaviour.past_windows,
         jumps=history.recent_jumps(can_id, np.maximum.reduceat(in_order.jumps, nodes.first)),
-        broken_checks=np.bitwise_or.reduceat(in_order.broken_checks, nodes.first),
+        broken_checks=_broken_checks(in_order, nodes.first),
         num_absent=absences.num_absent,
         absent_id=absences.can_id,
         absent_silence=absences.silence,
@@ -384,6 +388,15 @@ def _build_chunk(frames: _ComparedFrames, window: int, stride: int, first_frame:
         end_time=times[:, -1].copy(),
         digest=window_digests(frames, window, stride),
     )
+
+
+def _broken_checks(changes: Changes, first: Ints) -> NDArray[np.uint64]:
+    """Returns the checks [N] that the frames of nodes break; the first frames of nodes are at `first` [N]."""
+    # A window after an attack begins with the sender's frame after the last forged frame.
+    broken = changes.broken_checks.copy()
+    broken[first] = changes.unexcused_checks[first]
+    checks: NDArray[np.uint64] = np.bitwise_or.reduceat(broken, first)
+    return checks
 
 
 def _byte_means(words: Ints, nodes: _Groups) -> dict[str, NDArray[Any]]:

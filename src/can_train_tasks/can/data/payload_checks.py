@@ -31,7 +31,7 @@ Numbers = NDArray[np.uint64]
 
 
 def broken_checks(
-    words: Numbers, length: NDArray[np.uint8], before: Numbers, length_before: NDArray[np.uint8]
+    words: NDArray[np.int64], length: NDArray[np.uint8], before: NDArray[np.int64], length_before: NDArray[np.uint8]
 ) -> Numbers:
     """Returns the checks [M] that frames break.
 
@@ -49,7 +49,8 @@ def broken_checks(
         broken |= counters.take(pair) << np.uint64(byte)
     by_place = broken.view(np.uint8).reshape(-1, 8)[:, 2 * len(_PARTS) :]
     shift = (_NUM_BYTES - np.clip(length, 1, _NUM_BYTES)).astype(np.uint64)
-    for column, change in enumerate(_changed_differences(words ^ before, now - then, shift, checksums)):
+    flips = (words ^ before).view(np.uint64)
+    for column, change in enumerate(_changed_differences(flips, now - then, shift, checksums)):
         by_place[:, column] = np.packbits(change.view(np.uint8).reshape(-1, 8) != 0, axis=1, bitorder="little")[:, 0]
     # A payload of another length has another constant.
     by_place[length != length_before] = 0

@@ -19,7 +19,7 @@ from can_train.config.resolved import ResolvedRun
 from can_train.errors import RunError
 from can_train.io.units import shortened
 from can_train.reporter import TextTable
-from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints, counted
+from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints, counted
 from can_train_tasks.can.evaluation import metrics
 from can_train_tasks.can.evaluation.baselines import FOREST_SEEDS, BaselineOptions, Baselines, fit_baselines
 from can_train_tasks.can.evaluation.bursts import (
@@ -34,7 +34,7 @@ from can_train_tasks.can.evaluation.bursts import (
 )
 from can_train_tasks.can.evaluation.calibration import BenignScores
 from can_train_tasks.can.evaluation.options import Hold
-from can_train_tasks.can.evaluation.rules import Rules, RuleScale, learned, learned_notes
+from can_train_tasks.can.evaluation.rules import RareWindows, Rules, RuleScale, learned, learned_notes
 from can_train_tasks.can.evaluation.self_check import highest_load
 from can_train_tasks.can.inputs import rare_id_notes, rare_ids, training_bases
 from can_train_tasks.can.settings import BEHAVIOUR_FEATURES
@@ -211,7 +211,7 @@ def judge(
     is_attack = flat.label[split.validation] > 0
     rules = Rules.fit(flat, split) if options.rules else None
     parts = {"": split.validation, **split.test}
-    rarities = {} if rules is None else {part: rules.window_rarities(flat, rows) for part, rows in parts.items()}
+    rare = {} if rules is None else {part: rules.windows(flat, rows) for part, rows in parts.items()}
 
     def threshold_of(detector: ModelScores) -> metrics.Threshold:
         fpr = options.validation_fpr
@@ -222,8 +222,12 @@ def judge(
         check_scores(detector_scores)
         detector = Detector(detector_scores, threshold_of(detector_scores))
         if rules is not None:
-            raised = _raised(detector, rarities, flat.label[split.validation] == 0)
-            detector = Detector(raised, threshold_of(raised))
+            scale = RuleScale.of(detector_scores.validation[~is_attack], detector.threshold.value)
+            threshold = threshold_of(_raised(detector_scores, scale, rare))
+            # A broken check is flagged at any threshold. On the vehicles of training, checks find so many attacks that
+            # a threshold for the other windows would miss attacks on vehicles without checks.
+            scale = replace(scale, checked=threshold.value)
+            detector = Detector(_raised(detector_scores, scale, rare), threshold)
         detectors[name] = detector
     judgement = judge_at(flat, split, detectors, own_baselines(flat, split, options), options.hold)
     judgement["rare_ids"] = rare_ids(flat, split.train)
@@ -240,16 +244,12 @@ def judge(
     return judgement
 
 
-def _raised(detector: Detector, rarities: Mapping[str, Floats], benign: Bools) -> ModelScores:
-    """Raises a network's scores by the rarities of windows: of validation (""), of which some are `benign`, and of each
-    test folder.
-    """
-    scores = detector.scores
-    scale = RuleScale.of(scores.validation[benign], detector.threshold.value)
+def _raised(scores: ModelScores, scale: RuleScale, rare: Mapping[str, RareWindows]) -> ModelScores:
+    """Raises a network's scores of the windows of validation ("") and of each test folder."""
     return replace(
         scores,
-        validation=scale.raised(scores.validation, rarities[""]),
-        test={folder: scale.raised(score, rarities[folder]) for folder, score in scores.test.items()},
+        validation=scale.raised(scores.validation, rare[""]),
+        test={folder: scale.raised(score, rare[folder]) for folder, score in scores.test.items()},
         rule_scale=scale,
     )
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from can_train.fit.packing import Members, members
 from can_train_tasks.can.data.behaviour import BEHAVIOUR, PAIRS, WORDS
-from can_train_tasks.can.data.graphs import MAX_PAYLOAD_BYTES, FlatGraphs, Floats, Ints
+from can_train_tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Bools, FlatGraphs, Floats, Ints
 from can_train_tasks.can.data.payload_checks import CHECKS, CHECKSUM_BITS, COUNTER_BITS, COUNTERS
 from can_train_tasks.can.evaluation.calibration import ScoreScale
 from can_train_tasks.can.inputs import LEAST_KNOWN_SHARE, PUNCTUAL, PUNCTUAL_LOGS, SETTLED_WINDOWS, known_ids
@@ -59,8 +59,8 @@ UNSTEADY: Final = 1.2
 # Share of known IDs, up to which a bus may be another vehicle: by a standard such as J1939, many IDs are the same
 # there, with values of other ranges.
 SAME_VEHICLE: Final = 0.9
-# Decimal logarithm of benign windows for each window with a broken check: no benign window has any.
-BROKEN: Final = FLAGGED + 1
+BROKEN: Final = math.inf  # rarity of an ID that breaks a check: in benign windows no ID breaks any
+_BROKEN_DECADES: Final = 1.0  # by which a window with a broken check lies above the threshold
 LEAST_CHECKED: Final = 50  # undisturbed benign training windows with an ID, without which it has no checks
 MOST_BROKEN: Final = 0.001  # of these windows: logs lack frames
 # Different payloads, without which a checksum may fit by chance: two payloads fit one of the 16 checks of checksums at
@@ -111,6 +111,13 @@ class Tail(NamedTuple):
         beyond = np.maximum(values - self.level, 0.0)
         rarities: Floats = np.where(values > self.level, self.rarity + beyond / (self.scale * math.log(10)), 0.0)
         return rarities
+
+
+class RareWindows(NamedTuple):
+    """What the rules tell of windows."""
+
+    rarity: Floats  # [R] by the rules that know a tail of benign windows, and by new IDs
+    is_broken: Bools  # [R] whether an ID breaks a counter or a checksum
 
 
 _NO_TAIL: Final = Tail(0.0, 0.0, LEAST_SCALE)
@@ -180,11 +187,15 @@ class Rules:
         """
         return self._rarities(self._values(flat, rows))
 
-    def window_rarities(self, flat: FlatGraphs, rows: Ints) -> Floats:
-        """Returns the rarity [R] of each window by the rule that finds it rarest."""
-        ends = np.cumsum(flat.num_ids[rows])
-        largest = self.rarities(flat, rows).max(axis=1, initial=0.0)
-        return np.maximum.reduceat(largest, ends - flat.num_ids[rows]) if len(rows) else np.empty(0)
+    def windows(self, flat: FlatGraphs, rows: Ints) -> RareWindows:
+        """Returns how rare windows [R] are by the rule that finds them rarest."""
+        if not len(rows):
+            return RareWindows(np.empty(0), np.empty(0, np.bool_))
+        starts = np.cumsum(flat.num_ids[rows]) - flat.num_ids[rows]
+        rarities = self.rarities(flat, rows)
+        is_broken = (rarities == BROKEN).any(axis=1)
+        largest = np.where(rarities == BROKEN, 0.0, rarities).max(axis=1)
+        return RareWindows(np.maximum.reduceat(largest, starts), np.logical_or.reduceat(is_broken, starts))
 
     def plain(self) -> dict[str, Any]:
         """Returns the rules as strict JSON."""
@@ -216,7 +227,7 @@ class Rules:
         of_nodes, of_absences = values.places()
         table[of_nodes] = np.column_stack(
             [self.silent.rarities(values.silent), self.late.rarities(values.late), self.new * (values.new > 0),
-             *(BROKEN * (values.broken & bits > 0) for bits in (COUNTER_BITS, CHECKSUM_BITS)),
+             *(np.where(values.broken & bits > 0, BROKEN, 0.0) for bits in (COUNTER_BITS, CHECKSUM_BITS)),
              self.jump.rarities(values.jump)]
         )  # fmt: skip
         table[of_absences, 0] = self.silent.rarities(values.absent)
@@ -324,10 +335,12 @@ class RuleScale:
     Attributes:
         threshold: Score of a window that is rarer than one in 10 ** `FLAGGED`.
         decade: Difference of scores for ten times as few windows.
+        checked: Windows with a broken check have higher scores; -inf: the check does not raise them.
     """
 
     threshold: float
     decade: float
+    checked: float = -math.inf
 
     @classmethod
     def of(cls, benign: Floats, threshold: float) -> Self:
@@ -336,17 +349,18 @@ class RuleScale:
         scale = ScoreScale.of(benign).scale
         return cls(threshold=threshold, decade=scale / math.log10(2) if scale > 0 else 1.0)
 
-    def raised(self, score: Floats, rarity: Floats) -> Floats:
+    def raised(self, score: Floats, rare: RareWindows) -> Floats:
         """Returns scores [R], higher where a rule finds the window rare."""
-        by_rule = self.threshold + self.decade * (rarity - FLAGGED)
+        by_rule = self.threshold + self.decade * (rare.rarity - FLAGGED)
         # Just above: a threshold flags what is above it.
-        by_rule = np.where(rarity >= FLAGGED, np.maximum(by_rule, np.nextafter(self.threshold, np.inf)), by_rule)
-        raised: Floats = np.where(rarity >= TOLD, np.maximum(score, by_rule), score)
-        return raised
+        by_rule = np.where(rare.rarity >= FLAGGED, np.maximum(by_rule, np.nextafter(self.threshold, np.inf)), by_rule)
+        raised = np.where(rare.rarity >= TOLD, np.maximum(score, by_rule), score)
+        by_check = max(self.checked + _BROKEN_DECADES * self.decade, np.nextafter(self.checked, np.inf))
+        return np.where(rare.is_broken, np.maximum(raised, by_check), raised)
 
     def plain(self) -> dict[str, float]:
         """Returns the scale as strict JSON."""
-        return {"threshold": self.threshold, "decade": self.decade}
+        return dict(vars(self))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -365,7 +379,7 @@ class RaisedScores:
 
     def __call__(self, flat: FlatGraphs, rows: Ints, score: Floats) -> Floats:
         """Raises the network's scores [R] of windows that a rule finds rare."""
-        return self.scale.raised(score, self.rules.window_rarities(flat, rows))
+        return self.scale.raised(score, self.rules.windows(flat, rows))
 
     def contributions(self, flat: FlatGraphs, rows: Ints) -> Floats:
         """Returns what each ID of the windows adds to the scores, [I, 5 + J]; 0 where no rule flags.
@@ -373,7 +387,8 @@ class RaisedScores:
         The columns are those of `Rules.rarities_by_word`.
         """
         rarities = self.rules.rarities_by_word(flat, rows)
-        added: Floats = np.where(rarities >= FLAGGED, self.scale.decade * rarities, 0.0)
+        finite = np.where(rarities == BROKEN, FLAGGED + _BROKEN_DECADES, rarities)
+        added: Floats = np.where(rarities >= FLAGGED, self.scale.decade * finite, 0.0)
         return added
 
 

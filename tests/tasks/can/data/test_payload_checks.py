@@ -14,7 +14,7 @@ PAYLOADS = st.binary(min_size=0, max_size=8)
 
 
 def broken(now: bytes, then: bytes) -> set[str]:
-    words = [np.frombuffer(payload.ljust(8, b"\0"), np.uint64) for payload in (now, then)]
+    words = [np.frombuffer(payload.ljust(8, b"\0"), np.int64) for payload in (now, then)]
     lengths = [np.array([len(payload)], np.uint8) for payload in (now, then)]
     (bits,) = broken_checks(words[0], lengths[0], words[1], lengths[1]).tolist()
     assert len(CHECKS) == 64

@@ -20,6 +20,7 @@ from can_train_tasks.can.evaluation.rules import (
     RULES,
     TOLD,
     RaisedScores,
+    RareWindows,
     Rules,
     RuleScale,
     Tail,
@@ -61,7 +62,7 @@ def with_frames(frames, can_id, times):
 
 def test_windows_without_a_punctual_id_are_rare_and_no_others_are(bus):
     flat, rules, rows = bus
-    rare = rules.window_rarities(flat, rows) >= FLAGGED
+    rare = rules.windows(flat, rows).rarity >= FLAGGED
     begins, ends = SILENT_S
     # A silence shows when it is longer than one that was seen: after two periods at the latest.
     inside = (flat.end_time[rows] > begins + 0.05) & (flat.start_time[rows] < ends)
@@ -88,20 +89,20 @@ def test_the_id_that_is_silent_is_named(bus):
 
 def test_windows_together_and_one_by_one_have_equal_rarities(bus):
     flat, rules, rows = bus
-    alone = np.concatenate([rules.window_rarities(flat, rows[place : place + 1]) for place in range(len(rows))])
-    assert np.array_equal(rules.window_rarities(flat, rows), alone)
-    assert rules.window_rarities(flat, rows[:0]).shape == (0,)
+    alone = np.concatenate([rules.windows(flat, rows[place : place + 1]).rarity for place in range(len(rows))])
+    assert np.array_equal(rules.windows(flat, rows).rarity, alone)
+    assert rules.windows(flat, rows[:0]).rarity.shape == (0,)
 
 
 def test_another_vehicle_breaks_no_rule(bus, tmp_path):
     _, rules, _ = bus
     frames = bus_frames(silenced=True)
     other = graphs_of(tmp_path / "ids", replace(frames, can_id=frames.can_id + np.uint32(FOREIGN)))
-    assert not rules.window_rarities(other, np.arange(len(other))).any()
+    assert not rules.windows(other, np.arange(len(other))).rarity.any()
     # The same IDs, but every message comes half as often: other messages, which agree with no history.
     slow = graphs_of(tmp_path / "periods", replace(frames, timestamp=frames.timestamp * 2))
     before = np.flatnonzero(slow.end_time < 2 * SILENT_S[0])
-    assert not (rules.window_rarities(slow, before) >= FLAGGED).any()
+    assert not (rules.windows(slow, before).rarity >= FLAGGED).any()
     # One of its messages has a known ID, and pauses.
     known = np.where(frames.can_id == SILENCED, SILENCED, frames.can_id + np.uint32(FOREIGN)).astype(np.uint32)
     shared = graphs_of(tmp_path / "shared", replace(frames, can_id=known))
@@ -115,14 +116,14 @@ def test_a_new_id_on_a_known_bus_is_rare_unless_benign_drives_have_new_ids(bus, 
     frames = with_frames(bus_frames(silenced=False), FOREIGN, [1.5])
     drive = graphs_of(tmp_path / "graphs", frames)
     rows = np.arange(len(drive))
-    assert (rules.window_rarities(drive, rows) >= FLAGGED).sum() == 1
+    assert (rules.windows(drive, rows).rarity >= FLAGGED).sum() == 1
     seen = graphs_of(tmp_path / "seen", with_frames(bus_frames(silenced=False), FOREIGN, [0.5, 1.5, 2.5]))
     half = len(flat) // 2
     used = Rules.fit(flat, Split(train=np.arange(half), validation=np.arange(half, len(flat)), test={}))
     assert used is not None
     # As if validation had such windows: 3 of `len(seen)`.
     lenient = replace(used, new=float(np.log10(len(seen) / 3)))
-    assert (lenient.window_rarities(drive, rows) >= FLAGGED).sum() == 0
+    assert (lenient.windows(drive, rows).rarity >= FLAGGED).sum() == 0
 
 
 def test_rules_survive_a_result_file(bus):
@@ -134,7 +135,7 @@ def test_rules_survive_a_result_file(bus):
     raised = RaisedScores.from_judgement(judgement)
     assert raised is not None
     assert np.array_equal(
-        raised(flat, rows, np.zeros(len(rows))), scale.raised(np.zeros(len(rows)), rules.window_rarities(flat, rows))
+        raised(flat, rows, np.zeros(len(rows))), scale.raised(np.zeros(len(rows)), rules.windows(flat, rows))
     )
     assert RaisedScores.from_judgement({"rules": rules.plain()}) is None
 
@@ -305,6 +306,28 @@ def test_a_check_that_a_benign_validation_drive_breaks_is_none(tmp_path):
     assert not checks[PROTECTED] & int(CHECKSUM_BITS)
 
 
+@pytest.mark.parametrize(("forged", "flagged"), [(1, [120]), (2, [120, 121])])
+def test_the_senders_frame_after_a_forged_frame_breaks_nothing(checked_rules, tmp_path, forged, flagged):
+    frames = protected(9)
+    # The first forged frame is the last frame of window 120.
+    at = 121 * WINDOW - 1
+    copies = changed(frames, AT, 7, 2 << 4)[np.arange(len(frames)) == AT]
+    copies = replace(copies, timestamp=frames.timestamp[[at]])
+    drive = Frames.concatenate([frames[:at], *[copies] * forged, frames[at:]])
+    drive = graphs_of(tmp_path / "drive", drive)
+    broken = checked_rules.rarities(drive, np.arange(len(drive)))[:, RULES.index(COUNTER)] >= FLAGGED
+    assert np.searchsorted(np.cumsum(drive.num_ids), np.flatnonzero(broken), side="right").tolist() == flagged
+
+
+def test_a_broken_check_is_flagged_at_the_threshold_of_the_raised_scores(checked_rules, tmp_path):
+    drive = graphs_of(tmp_path / "drive", changed(protected(9), AT, 7, 1 << 4))
+    raised = RaisedScores(rules=checked_rules, scale=RuleScale(threshold=1.0, decade=0.5, checked=3.0))
+    scores = raised(drive, np.arange(len(drive)), np.zeros(len(drive)))
+    assert sorted(set(scores.tolist())) == [0.0, 3.5]
+    again = RaisedScores(rules=checked_rules, scale=RuleScale(**raised.scale.plain()))
+    assert np.array_equal(again(drive, np.arange(len(drive)), np.zeros(len(drive))), scores)
+
+
 def test_too_few_benign_windows_make_no_rules(bus):
     flat, _, _ = bus
     rows = np.arange(len(flat))
@@ -359,7 +382,8 @@ def test_one_benign_value_in_a_thousand_has_a_rarity_of_three():
 
 @given(arrays(np.float64, 30, elements=finite), arrays(np.float64, 30, elements=st.floats(0, 20)), finite)
 def test_a_rule_raises_scores_and_flags_exactly_what_is_rarer_than_one_in_a_million(score, rarity, threshold):
-    raised = RuleScale(threshold=threshold, decade=0.7).raised(score, rarity)
+    rare = RareWindows(rarity, np.zeros(len(rarity), np.bool_))
+    raised = RuleScale(threshold=threshold, decade=0.7).raised(score, rare)
     assert (raised >= score).all()
     assert np.array_equal(raised > threshold, (score > threshold) | (rarity >= FLAGGED))
     assert np.array_equal(raised[rarity < TOLD], score[rarity < TOLD])
@@ -367,7 +391,7 @@ def test_a_rule_raises_scores_and_flags_exactly_what_is_rarer_than_one_in_a_mill
 
 def test_a_window_as_rare_as_one_in_a_million_is_flagged():
     scale = RuleScale(threshold=0.1, decade=0.7)
-    assert scale.raised(np.array([-5.0]), np.array([FLAGGED])) > scale.threshold
+    assert scale.raised(np.array([-5.0]), RareWindows(np.array([FLAGGED]), np.array([False]))) > scale.threshold
 
 
 def test_a_fusion_agent_has_no_rules():
