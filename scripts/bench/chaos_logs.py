@@ -21,8 +21,9 @@ from can_train.errors import CanTrainError
 from can_train.reporter import SilentReporter
 from can_train_tasks.can.data.dataset import prepare
 from can_train_tasks.can.data.grammar import MAX_CAN_ID, MAX_TIME_S
-from can_train_tasks.can.data.graphs import FD_PAYLOAD_BYTES, Frames
+from can_train_tasks.can.data.graphs import Frames
 from can_train_tasks.can.data.layout import LOG, LogFile
+from can_train_tasks.can.data.payload_fields import FD_PAYLOAD_BYTES
 from can_train_tasks.can.data.reading import LogReader
 from can_train_tasks.can.evaluation.live_input import BusFrames, open_input
 from can_train_tasks.can.settings import CanDatasetSettings

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from can_train_tasks.can.data.batches import GraphBatch, scatter
 from can_train_tasks.can.data.behaviour import BEHAVIOUR, WORDS
-from can_train_tasks.can.data.graphs import EDGE_FEATURES, MAX_PAYLOAD_BYTES
+from can_train_tasks.can.data.graphs import EDGE_FEATURES
+from can_train_tasks.can.data.payload_fields import MAX_PAYLOAD_BYTES
 from can_train_tasks.can.evaluation.metrics import ERROR_TERMS, ERROR_WEIGHTS
 from can_train_tasks.can.inputs import with_self_loops
 from can_train_tasks.can.models import MISSING_ID, GatClassifier, Vgae, worst_nodes

@@ -20,16 +20,8 @@ from torch.nn import functional
 from can_train.fit.packing import members
 from can_train_tasks.can.data.batches import Batch, GraphBatch, PreparedBatch, Reconstructed, scatter
 from can_train_tasks.can.data.behaviour import BEHAVIOUR
-from can_train_tasks.can.data.graphs import (
-    EDGE_FEATURES,
-    MAX_PAYLOAD_BYTES,
-    NODE_FEATURES,
-    Bools,
-    FlatGraphs,
-    Floats,
-    Ints,
-    id_text,
-)
+from can_train_tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, Bools, FlatGraphs, Floats, Ints, id_text
+from can_train_tasks.can.data.payload_fields import MAX_PAYLOAD_BYTES
 from can_train_tasks.can.settings import BEHAVIOUR_FEATURES, CanDatasetSettings
 
 UNKNOWN_ID: Final = 0  # vocabulary index of an ID that training did not see, or that is hidden

@@ -5,10 +5,12 @@ G graphs of the data set; M rows of values in C groups. A node has D input colum
 T columns that an autoencoder reconstructs.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +20,9 @@ from torch import Tensor
 from can_train.fit.packing import members
 from can_train.memory.meters import send, send_positions
 from can_train.task import Feature
-from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
+
+if TYPE_CHECKING:
+    from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
 
 GRAPH_FEATURES: Final = (Feature("nodes"), Feature("edges"), Feature("graphs"))
 # Graphs whose self-loops are counted at a time, so that the comparison needs little memory besides the mapped edges.
@@ -85,7 +89,7 @@ class GraphBatch:
         """The type of the features."""
         return self.x.dtype
 
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "GraphBatch":
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> GraphBatch:
         """Returns the batch on another device, its features as `dtype`; indices keep their type."""
         return _sent(self, torch.device(device), dtype)
 
@@ -157,7 +161,7 @@ class PreparedBatch:
         """The type of the inputs."""
         return self.node.dtype
 
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "PreparedBatch":
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> PreparedBatch:
         """Returns the batch on another device, its inputs as `dtype`; indices keep their type."""
         return _sent(self, torch.device(device), dtype)
 

@@ -1,5 +1,5 @@
 """The behaviour of each CAN ID in a window and in its past: its timing, the changes of its payload, and its jumps.
-And the checks that its frames break (`payload_checks`).
+And the checks that its frames break (`payload_fields`).
 
 The last frame of every ID and its behaviour in earlier windows are kept from window to window, for one log.
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train_tasks.can.data.payload_checks import CHECKSUM_BITS, broken_checks
+from can_train_tasks.can.data.payload_fields import CHECKSUM_BITS, broken_checks
 
 if TYPE_CHECKING:
     from can_train_tasks.can.data.graphs import Frames

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from can_train.errors import DataError
 from can_train_tasks.can.data.grammar import MAX_CAN_ID
-from can_train_tasks.can.data.graphs import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Floats, Ints
+from can_train_tasks.can.data.graphs import Floats, Ints
 from can_train_tasks.can.data.log_text import unpacked
+from can_train_tasks.can.data.payload_fields import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 
 # The faults of a frame, by index in `Recorded.wrong`; 0: none.
 WRONG: Final = (

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import polars as pl
@@ -28,7 +28,9 @@ from can_train_tasks.can.data.grammar import (
     moment_parts,
     moment_seconds,
 )
-from can_train_tasks.can.data.graphs import Floats
+
+if TYPE_CHECKING:
+    from can_train_tasks.can.data.graphs import Floats
 
 # Ticks by unit, as settings name it.
 TICKS_PER_SECOND: Final = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}

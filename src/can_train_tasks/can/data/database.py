@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 
 from can_train.errors import ConfigError
 from can_train.io.records import expanded
-from can_train_tasks.can.data.graphs import LARGEST_SHORT_ID, Bools, Floats, Ints
+from can_train_tasks.can.data.payload_fields import LARGEST_SHORT_ID
 
 if TYPE_CHECKING:
+    from can_train_tasks.can.data.graphs import Bools, Floats, Ints
     from can_train_tasks.can.data.payload_fields import Payloads
 
 MOST_BITS: Final = 64  # of a signal that is decoded: longer signals are texts

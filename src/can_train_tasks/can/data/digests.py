@@ -1,5 +1,4 @@
-"""Recognises windows and logs that occur in several files: windows by a hash, logs by a hash of all frames. And the
-CRC-8 of payloads.
+"""Recognises windows and logs that occur in several files: windows by a hash, logs by a hash of all frames.
 
 Shapes: M frames, G windows of W frames, R windows that are looked up.
 """
@@ -13,15 +12,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Frames, Ints
 
 Hashes = NDArray[np.uint64]
-
-# Generators of CRC-8: SAE J1850, AUTOSAR's 0x2F, CCITT, Maxim's 0x31, and WCDMA's 0x9B.
-CRC8_GENERATORS: Final = {"CRC-8 SAE J1850": 0x1D, "CRC-8 AUTOSAR": 0x2F, "CRC-8": 0x07, "CRC-8 0x31": 0x31,
-                          "CRC-8 0x9B": 0x9B}  # fmt: skip
 
 # Odd numbers with evenly mixed bits: a constant of SplitMix64, and multiples of the golden ratio's constant.
 _MIX: Final = np.uint64(0xBF58_476D_1CE4_E5B9)
@@ -120,15 +113,3 @@ def _mixed(hashes: Hashes) -> Hashes:
     hashes *= _MIX
     hashes ^= hashes >> np.uint64(29)
     return hashes
-
-
-def crc8(columns: Sequence[NDArray[np.uint8]], generator: int, start: int = 0) -> NDArray[np.uint8]:
-    """Returns the CRC-8 [M] of rows of bytes, given as columns [M], from the initial value `start`."""
-    table = np.arange(256)
-    for _ in range(8):
-        table = (table << 1) ^ np.where(table & 0x80, 0x100 | generator, 0)
-    steps = table.astype(np.uint8)
-    value = np.full(len(columns[0]), start, np.uint8)
-    for column in columns:
-        value = steps[value ^ column]
-    return value

@@ -34,7 +34,6 @@ from can_train_tasks.can.data.grammar import (
     first_row,
     parse_rows,
 )
-from can_train_tasks.can.data.graphs import MAX_PAYLOAD_BYTES
 from can_train_tasks.can.data.line_formats import (
     LINE_GRAMMARS,
     PUBLISHED_CSV_GRAMMARS,
@@ -42,6 +41,7 @@ from can_train_tasks.can.data.line_formats import (
     line_grammars,
     variants,
 )
+from can_train_tasks.can.data.payload_fields import MAX_PAYLOAD_BYTES
 
 if TYPE_CHECKING:
     from can_train_tasks.can.settings import CanDatasetSettings, ColumnSettings

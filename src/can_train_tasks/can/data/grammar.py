@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from can_train_tasks.can.data.graphs import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Floats, Ints
+from can_train_tasks.can.data.payload_fields import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
+
+if TYPE_CHECKING:
+    from can_train_tasks.can.data.graphs import Floats, Ints
 
 MAX_CAN_ID: Final = 0x1FFF_FFFF  # 29 bits, the extended identifier of CAN 2.0B
 FD_LENGTHS: Final = (*range(9), 12, 16, 20, 24, 32, 48, 64)  # payload bytes by DLC

@@ -33,15 +33,13 @@ from can_train_tasks.can.data.behaviour import (
     table_of,
 )
 from can_train_tasks.can.data.digests import window_digests, windows_of
+from can_train_tasks.can.data.payload_fields import LARGEST_SHORT_ID
 
 # Arrays as most signatures of the task have them.
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-MAX_PAYLOAD_BYTES: Final = 8  # most payload bytes of a classical CAN frame
-FD_PAYLOAD_BYTES: Final = 64  # most payload bytes of a CAN FD frame
-LARGEST_SHORT_ID: Final = 0x7FF  # 11 bits
 BENIGN: Final = "benign"  # the kind of label code 0
 MAX_KINDS: Final = 256  # label codes are bytes; a label column with more values is no label column
 

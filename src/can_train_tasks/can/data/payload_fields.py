@@ -1,22 +1,30 @@
-"""Finds the fields of payloads: counters, checksums, multiplexers, flags and measured values, without a database.
+"""The fields of payloads, without a database: counters, checksums, multiplexers, flags and measured values are found,
+and frames are named in which a counter misses a step or a checksum does not fit.
 
 Bits of a value flip the more often the less significant they are, so a value ends where the next bit flips far less
 often. Source: Marchetti and Stabili, "READ: Reverse Engineering of Automotive Data Frames", IEEE TIFS 14(4), 2019.
 
-Bits are counted from 0, the most significant bit of the first byte. Shapes: M frames of one ID, B payload bytes.
+Every place of a counter and every kind of checksum (`CHECKS`) is tried with each frame and its ID's previous frame: a
+counter goes up or down by 1, and a checksum differs from the other bytes' checksum by a constant. Most fields break
+these checks all the time. The checks that an ID never breaks in benign traffic are its own (see `Rules`). A counter of
+16 bits has a byte that is a counter, and some counters of 4 bits leave 15 out (AUTOSAR's E2E profile 1).
+
+Bits are counted from 0, the most significant bit of the first byte. Shapes: M frames (of one ID, where fields are
+found), B payload bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train_tasks.can.data.digests import CRC8_GENERATORS, crc8
-from can_train_tasks.can.data.graphs import Floats, Ints
+if TYPE_CHECKING:
+    from can_train_tasks.can.data.graphs import Floats, Ints
 
 COUNTER, CHECKSUM, MULTIPLEXER, FLAG, VALUE, OPAQUE = "counter", "checksum", "multiplexer", "flag", "value", "opaque"
 LEAST_FRAMES: Final = 20  # frames of an ID, without which no field is told
@@ -38,6 +46,14 @@ MOST_OF_FLAG: Final = 2  # different values of a flag
 LEAST_CROSSINGS: Final = 2  # of zero, without which a sign cannot be told
 LEAST_WRAPS: Final = 3  # carries, without which the order of two bytes cannot be told
 CARRIED: Final = 0.8  # share of the carries that the other byte must follow
+
+# Generators of CRC-8: SAE J1850, AUTOSAR's 0x2F, CCITT, Maxim's 0x31, and WCDMA's 0x9B.
+CRC8_GENERATORS: Final = {"CRC-8 SAE J1850": 0x1D, "CRC-8 AUTOSAR": 0x2F, "CRC-8": 0x07, "CRC-8 0x31": 0x31,
+                          "CRC-8 0x9B": 0x9B}  # fmt: skip
+# Limits of CAN frames.
+LARGEST_SHORT_ID: Final = 0x7FF  # 11 bits
+MAX_PAYLOAD_BYTES: Final = 8  # most payload bytes of a classical CAN frame
+FD_PAYLOAD_BYTES: Final = 64  # most payload bytes of a CAN FD frame
 
 Payloads = NDArray[np.uint8]  # [M, B]
 
@@ -326,3 +342,107 @@ def _described(seen: _Bits, field: Field) -> Field:
     low, high = int(whole.min()), int(whole.max())
     kind = OPAQUE if field.width >= 4 and steps.mean() > RANDOM * (high - low) else VALUE
     return replace(field, kind=kind, signed=signed, low=low, high=high)
+
+
+def crc8(columns: Sequence[NDArray[np.uint8]], generator: int, start: int = 0) -> NDArray[np.uint8]:
+    """Returns the CRC-8 [M] of rows of bytes, given as columns [M], from the initial value `start`."""
+    table = np.arange(256)
+    for _ in range(8):
+        table = (table << 1) ^ np.where(table & 0x80, 0x100 | generator, 0)
+    steps = table.astype(np.uint8)
+    value = np.full(len(columns[0]), start, np.uint8)
+    for column in columns:
+        value = steps[value ^ column]
+    return value
+
+
+_PARTS: Final = ("byte", "high half of byte", "low half of byte")
+_KINDS: Final = tuple(CHECKSUMS)
+COUNTERS: Final = tuple(f"{part} {byte}, {way}" for way in ("up", "down") for part in _PARTS
+                        for byte in range(1, MAX_PAYLOAD_BYTES + 1))  # fmt: skip
+# Bit c of a number that has broken checks is check c.
+CHECKS: Final = (*COUNTERS, *(f"{kind}, last byte" for kind in CHECKSUMS), *(f"{kind}, byte 1" for kind in CHECKSUMS))
+COUNTER_BITS: Final = np.uint64((1 << len(COUNTERS)) - 1)
+CHECKSUM_BITS: Final = np.uint64(((1 << len(CHECKS)) - 1) ^ ((1 << len(COUNTERS)) - 1))
+
+Numbers = NDArray[np.uint64]
+
+
+def broken_checks(
+    words: NDArray[np.int64], length: NDArray[np.uint8], before: NDArray[np.int64], length_before: NDArray[np.uint8]
+) -> Numbers:
+    """Returns the checks [M] that frames break.
+
+    Args:
+        words: [M] first eight bytes of each payload, with the first byte in the lowest bits.
+        length: [M] bytes of each payload.
+        before: [M] payload of the previous frame of the same ID.
+        length_before: [M] its length.
+    """
+    now, then = (np.ascontiguousarray(each).view(np.uint8).reshape(-1, MAX_PAYLOAD_BYTES) for each in (words, before))
+    counters, checksums = _tables()
+    broken = np.zeros(len(words), np.uint64)
+    for byte in range(MAX_PAYLOAD_BYTES):
+        pair = then[:, byte].astype(np.intp) << 8 | now[:, byte]
+        broken |= counters.take(pair) << np.uint64(byte)
+    by_place = broken.view(np.uint8).reshape(-1, 8)[:, 2 * len(_PARTS) :]
+    shift = (MAX_PAYLOAD_BYTES - np.clip(length, 1, MAX_PAYLOAD_BYTES)).astype(np.uint64)
+    flips = (words ^ before).view(np.uint64)
+    for column, change in enumerate(_changed_differences(flips, now - then, shift, checksums)):
+        by_place[:, column] = np.packbits(change.view(np.uint8).reshape(-1, 8) != 0, axis=1, bitorder="little")[:, 0]
+    # A payload of another length has another constant.
+    by_place[length != length_before] = 0
+    by_place[(length < 2) | (length > MAX_PAYLOAD_BYTES)] = 0xFF
+    return broken
+
+
+def _changed_differences(
+    flips: Numbers, steps: NDArray[np.uint8], shift: Numbers, tables: Numbers
+) -> tuple[Numbers, Numbers]:
+    """Returns changes of the difference of the last byte, and of the first byte, from each checksum of the other bytes.
+
+    Byte k of a number [M] is for kind k of `CHECKSUMS`. CRCs and XOR of two payloads differ by those of `flips` [M],
+    the bits that differ; sums differ by sums of `steps` [M, 8]. Payloads are `shift` [M] bytes shorter than 8.
+    """
+    # Ends are aligned. Zeros before a payload leave a CRC that begins with 0 as it is.
+    aligned = (flips << (8 * shift)).view(np.uint8).reshape(-1, MAX_PAYLOAD_BYTES)
+    own_first, own_last = flips.view(np.uint8).reshape(-1, MAX_PAYLOAD_BYTES)[:, 0], aligned[:, -1]
+    last = tables[-1].take(own_last)
+    first = tables[-1].take(own_first) ^ tables[shift, own_first] ^ tables[7].take(own_last)
+    total = steps[:, 0].copy()
+    for place in range(MAX_PAYLOAD_BYTES - 1):
+        last ^= tables[place + 1].take(aligned[:, place])
+        first ^= tables[place].take(aligned[:, place])
+        total += steps[:, place + 1]
+    step_of_last = np.take_along_axis(steps, (MAX_PAYLOAD_BYTES - 1 - shift.astype(np.intp))[:, None], axis=1)[:, 0]
+    for change, own in ((last, step_of_last), (first, steps[:, 0])):
+        by_kind = change.view(np.uint8).reshape(-1, 8)
+        by_kind[:, _KINDS.index("sum")] = 2 * own - total
+        by_kind[:, _KINDS.index("negative sum")] = total
+    return last, first
+
+
+@cache
+def _tables() -> tuple[Numbers, Numbers]:
+    """Returns tables of counters and of checksums.
+
+    Returns:
+        Counters that the first byte of a payload breaks, by 256 · byte before + byte, [65,536]. And what a byte adds to
+        checksums, [9, 256]: with 7 to 0 bytes after it, and as the checksum itself.
+    """
+    values = np.arange(256, dtype=np.uint8)
+    then, now = (each.ravel() for each in np.meshgrid(values, values, indexing="ij"))
+    counters = np.zeros((len(now), 8), np.uint8)
+    for way, (new, old) in enumerate(((now, then), (then, now))):
+        counters[:, len(_PARTS) * way] = new - old != 1
+        for part, (high, low) in enumerate(((new >> 4, old >> 4), (new & 15, old & 15)), start=1):
+            counters[:, len(_PARTS) * way + part] = ((high - low) & 15 != 1) & ~((low == 14) & (high == 0))
+    checksums = np.zeros((MAX_PAYLOAD_BYTES + 1, 256, 8), np.uint8)
+    for name, generator in CRC8_GENERATORS.items():
+        kind = _KINDS.index(name)
+        for after in range(MAX_PAYLOAD_BYTES):
+            columns = [values, *[np.zeros_like(values)] * after]
+            checksums[MAX_PAYLOAD_BYTES - 1 - after, :, kind] = crc8(columns, generator)
+        checksums[-1, :, kind] = values
+    checksums[:, :, _KINDS.index("XOR")] = values
+    return counters.view(np.uint64)[:, 0], checksums.view(np.uint64)[:, :, 0]

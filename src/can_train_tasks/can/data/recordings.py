@@ -38,8 +38,8 @@ from can_train_tasks.can.data.captures import (
     read_capture,
 )
 from can_train_tasks.can.data.grammar import FD_LENGTHS, LATE_TIMESTAMP, MAX_CAN_ID, MAX_TIME_S, Grammar, ParsedRows
-from can_train_tasks.can.data.graphs import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 from can_train_tasks.can.data.log_text import TextSample, missing_package, unpacked
+from can_train_tasks.can.data.payload_fields import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 
 BLOCK_FRAMES: Final = 2**17
 _FRAME_BYTES: Final = 40.0  # size of a frame in a binary log, with its header, uncompressed

@@ -28,8 +28,9 @@ from can_train.errors import ConfigError, DataError
 from can_train_tasks.can.data.clocks import TICKS_PER_SECOND, LogClock
 from can_train_tasks.can.data.formats import header_grammars, number_texts, shortened, with_unit
 from can_train_tasks.can.data.grammar import MAX_CAN_ID, Grammar, parse_rows
-from can_train_tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Frames, counted
+from can_train_tasks.can.data.graphs import Frames, counted
 from can_train_tasks.can.data.line_formats import line_grammars, variants
+from can_train_tasks.can.data.payload_fields import MAX_PAYLOAD_BYTES
 from can_train_tasks.can.data.recordings import recording_format
 from can_train_tasks.can.settings import CanDatasetSettings
 

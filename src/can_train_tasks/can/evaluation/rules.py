@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from can_train.fit.packing import Members, members
 from can_train_tasks.can.data.behaviour import BEHAVIOUR, PAIRS, WORDS
-from can_train_tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Bools, FlatGraphs, Floats, Ints
-from can_train_tasks.can.data.payload_checks import CHECKS, CHECKSUM_BITS, COUNTER_BITS, COUNTERS
+from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
+from can_train_tasks.can.data.payload_fields import CHECKS, CHECKSUM_BITS, COUNTER_BITS, COUNTERS, MAX_PAYLOAD_BYTES
 from can_train_tasks.can.evaluation.calibration import ScoreScale
 from can_train_tasks.can.inputs import LEAST_KNOWN_SHARE, PUNCTUAL, PUNCTUAL_LOGS, SETTLED_WINDOWS, known_ids
 

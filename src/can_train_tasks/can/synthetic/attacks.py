@@ -20,7 +20,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train_tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Ints
+from can_train_tasks.can.data.graphs import Ints
+from can_train_tasks.can.data.payload_fields import MAX_PAYLOAD_BYTES
 from can_train_tasks.can.synthetic.traffic import SECOND_US, TimeSpan, Traffic, draw_time_spans
 from can_train_tasks.can.synthetic.vehicles import Message, Signal, Vehicle, draw, write_checksum
 

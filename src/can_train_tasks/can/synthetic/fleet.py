@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from can_train_tasks.can.data.graphs import MAX_PAYLOAD_BYTES
+from can_train_tasks.can.data.payload_fields import MAX_PAYLOAD_BYTES
 from can_train_tasks.can.synthetic.vehicles import (
     MAX_EXTENDED_ID,
     MAX_STANDARD_ID,

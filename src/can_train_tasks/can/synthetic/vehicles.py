@@ -3,16 +3,20 @@
 Shapes: M frames.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train_tasks.can.data.digests import crc8
-from can_train_tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Floats, Ints
+from can_train_tasks.can.data.payload_fields import MAX_PAYLOAD_BYTES, crc8
+
+if TYPE_CHECKING:
+    from can_train_tasks.can.data.graphs import Floats, Ints
 
 _T = TypeVar("_T")
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from can_train_tasks.can.contributions import FRAMES, GAP, NEIGHBOURS, PROPERTIES, SILENCE
+from can_train_tasks.can.contributions import CHECKSUM, COUNTER, FRAMES, GAP, NEIGHBOURS, PROPERTIES, SILENCE
 from can_train_tasks.can.data.behaviour import WORDS
 from can_train_tasks.can.data.database import Database, DatabaseMessage, DatabaseSignal
 from can_train_tasks.can.data.graphs import FlatGraphs, id_text
@@ -145,6 +145,16 @@ def test_properties_are_what_the_window_shows() -> None:
     assert id_value(flat, 0, position, GAP) == 1
     flat.jumps[position, WORDS.index("2-1")] = 300
     assert id_value(flat, 0, position, "jump_2-1") == 300
+
+
+def test_a_broken_counter_and_a_wrong_checksum_are_told_in_words() -> None:
+    flat = windows_of([[A, B]])
+    told = [Property(name=name, value=id_value(flat, 0, 0, name), usual=None) for name in (COUNTER, CHECKSUM)]
+    frames = Property(name=FRAMES, value=2.0, usual=1.0)
+    cause = Cause(can_id=A, known=True, seconds=0.05, frames=frames, share=1.0, properties=told)
+    assert cause.text(decimal=False).partition(": ")[2] == (
+        "2 frames in 0.05 s (usually 1); its counter misses a step; its checksum is wrong"
+    )
 
 
 @pytest.mark.parametrize(("calm", "chosen"), [(0, 0), (FEW - 1, 0), (FEW, FEW), (5 * USUAL_WINDOWS, USUAL_WINDOWS)])

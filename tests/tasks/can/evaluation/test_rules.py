@@ -10,9 +10,8 @@ from hypothesis.extra.numpy import arrays
 from can_train.errors import ConfigError
 from can_train_tasks.can.contributions import CHECKSUM, COUNTER, IDENTITY, JUMPS, PERIOD, PROPERTIES, SILENCE
 from can_train_tasks.can.data.behaviour import WORDS
-from can_train_tasks.can.data.digests import crc8
 from can_train_tasks.can.data.graphs import Frames, GraphBuilder, Split
-from can_train_tasks.can.data.payload_checks import CHECKS, CHECKSUM_BITS
+from can_train_tasks.can.data.payload_fields import CHECKS, CHECKSUM_BITS, crc8
 from can_train_tasks.can.evaluation.rules import (
     FLAGGED,
     JUMP,
