@@ -166,14 +166,17 @@ def _counters(seen: _Bits, free: NDArray[np.bool_]) -> Iterator[Field]:
         if taken[start:stop].any():
             continue
         field = Field(start=start, stop=stop, kind=COUNTER, high=(1 << (stop - start)) - 1)
-        steps = np.concatenate([np.diff(field.read(part)) % (1 << field.width) for part in seen.payloads])
+        values = [field.read(part) for part in seen.payloads]
+        low, high = min(int(part.min()) for part in values), max(int(part.max()) for part in values)
+        # Some counters begin anew before their bits are full: from 14, or from 250.
+        field = replace(field, low=low, high=high) if high - low > field.high // 2 else field
+        size = field.high - field.low + 1
+        steps = np.concatenate([np.diff(part) % size for part in values])
         step, counts = np.unique(steps, return_counts=True)
         usual = int(step[counts.argmax()])
         if usual and counts.max() >= CERTAIN * len(steps):
             taken[start:stop] = True
-            backwards = usual > 1 << (field.width - 1)
-            note = f"steps of {usual - (1 << field.width) if backwards else usual}"
-            yield Field(start=start, stop=stop, kind=COUNTER, high=field.high, note=note)
+            yield replace(field, note=f"steps of {usual - size if 2 * usual > size else usual}")
 
 
 def _places(bits: int, widths: Sequence[int]) -> Iterator[tuple[int, int]]:

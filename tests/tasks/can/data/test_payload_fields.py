@@ -75,6 +75,19 @@ def test_a_counter_is_told_with_its_step_also_where_frames_are_lost(width, step,
     assert field.note == f"steps of {-step if backwards else step}"
 
 
+@pytest.mark.parametrize(("last", "width"), [(14, 4), (250, 8), (254, 8)])
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_counter_may_begin_anew_before_its_bits_are_full(last, width, step):
+    (field,) = find_fields([payloads(b3=step * np.arange(FRAMES) % (last + 1))])
+    assert (field.kind, field.width, field.note) == (COUNTER, width, f"steps of {step}")
+    assert field.high - field.low == last
+
+
+def test_a_bit_that_alternates_is_no_counter():
+    (field,) = find_fields([payloads(b3=14 + np.arange(FRAMES) % 2)])
+    assert field.kind == FLAG
+
+
 @pytest.mark.parametrize("kind", [Checksum.XOR, Checksum.CRC8])
 def test_a_checksum_is_told_by_its_kind_though_the_id_enters_it(kind):
     message = Message(can_id=0x123, period_us=10_000, length=8, send_type=SendType.CYCLIC, constants=(0,) * 8,
