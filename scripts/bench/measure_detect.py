@@ -1,8 +1,9 @@
-"""Measures how many frames a second `can-train detect` judges: a simulated log of candump is piped into it, for each
-model and size, which are trained briefly on the simulated bus. Two lengths of input separate start-up from frames, and
-show whether memory stays bounded.
+"""Measures how many frames a second `can-train detect` judges on one core: a simulated log of candump is piped into it,
+for each model and size, which are trained briefly on the simulated bus. Two lengths of input separate start-up from
+frames, and show whether memory stays bounded.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -86,7 +87,12 @@ def candump_lines(frames: Frames) -> Iterator[str]:
 
 
 def watched(run: Path, log: Path) -> Usage:
-    """Pipes a log into `can-train detect`."""
+    """Pipes a log into `can-train detect` on one core."""
     command = [sys.executable, "-P", "-m", "can_train", "detect", str(run), "--input", "-"]
-    with subprocess.Popen(["cat", str(log)], stdout=subprocess.PIPE) as pipe:
-        return run_measured(command, stdin=pipe.stdout)
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with subprocess.Popen(["cat", str(log)], stdout=subprocess.PIPE) as pipe:
+            return run_measured(command, stdin=pipe.stdout)
+    finally:
+        os.sched_setaffinity(0, cores)
