@@ -131,13 +131,57 @@ def _nothing(**values: tuple[Any, int]) -> _Remembered:
     return _Remembered(np.empty(0, dtype=np.uint32), empty)
 
 
+class _Ordered(NamedTuple):
+    """Frames [M] in the order of IDs, then time, and their IDs [K]."""
+
+    ids: NDArray[np.uint32]  # [M]
+    order: NDArray[np.intp]  # [M] positions of the frames in the log
+    first: NDArray[np.intp]  # [K] the first frame of each ID
+    last: NDArray[np.intp]  # [K] the last frame of each ID
+    is_old: NDArray[np.bool_]  # [K] whether the ID is remembered
+    new: NDArray[np.intp]  # first frames of IDs that are not remembered
+    remembered: Mapping[str, NDArray[Any]]  # values of IDs that are remembered, in order
+
+    @classmethod
+    def of(cls, can_id: NDArray[np.uint32], remembered: _Remembered) -> Self:
+        ids, order = _sorted_ids(can_id)
+        first = _run_starts(ids)
+        position, is_old = remembered.find(ids[first])
+        values = {name: value[position[is_old]] for name, value in remembered.values.items()}
+        return cls(ids, order, first, np.append(first[1:], len(ids)) - 1, is_old, first[~is_old], values)
+
+    def before(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
+        """Returns the value [M] of the frame before each frame; 0 where there is none.
+
+        The value `name` is remembered for the frame before an ID's first frame.
+        """
+        earlier = np.roll(values, 1, axis=0)
+        earlier[self.new] = 0
+        earlier[self.first[self.is_old]] = self.remembered[name]
+        return earlier
+
+
+def _jumps(step: NDArray[np.int16], ordered: _Ordered) -> NDArray[np.uint16]:
+    """Returns the jumps [M, J] of frames from their steps."""
+    before = ordered.before("step", step)
+    # Where nothing is known about the step before, the value does not jump.
+    second = ordered.new[~np.isin(ordered.new, ordered.last)] + 1
+    unknown = [ordered.new, second, ordered.first[ordered.is_old][~ordered.remembered["has_step"]]]
+    for frames in unknown:
+        before[frames] = step[frames]
+    change = np.abs(np.subtract(step, before, dtype=np.int32))
+    change -= np.abs(before, dtype=np.int32)
+    jumps: NDArray[np.uint16] = np.maximum(change, 0, out=change).astype(np.uint16)
+    return jumps
+
+
 class IdHistory:
     """The history of each ID in a log so far."""
 
     def __init__(self) -> None:
         self._frames = _nothing(time=(np.float64, 0), payload=(np.int64, 0), length=(np.uint8, 0), gap=(np.float32, 0),
-                                has_step=(np.bool_, 0), step=(np.int16, len(WORDS)), before=(np.int64, 0),
-                                before_length=(np.uint8, 0), broken=(np.uint64, 0))  # fmt: skip
+                                has_step=(np.bool_, 0), step=(np.int16, len(WORDS)), payload_before=(np.int64, 0),
+                                length_before=(np.uint8, 0), broken=(np.uint64, 0))  # fmt: skip
         wide = (np.float64, len(BEHAVIOUR))
         self._windows = _nothing(count=(np.float64, 0), plain=wide, clipped=wide)
         self._jumped = _nothing(jumps=(np.uint16, len(WORDS)), before=(np.uint16, len(WORDS)))
@@ -146,87 +190,45 @@ class IdHistory:
 
     def changes(self, frames: Frames) -> Changes:
         """Compares each of the log's next M frames with its ID's previous frame."""
-        ids, order = _sorted_ids(frames.can_id)
-        times, words, length = frames.timestamp[order], payload_words(frames.payload)[order], frames.length[order]
-        first = _run_starts(ids)
-        before_time, before_words, before_length = np.roll(times, 1), np.roll(words, 1), np.roll(length, 1)
-        position, is_old = self._frames.find(ids[first])
-        before_time[first], before_words[first] = np.nan, 0
-        old = position[is_old]
-        before_time[first[is_old]] = self._frames.values["time"][old]
-        before_words[first[is_old]] = self._frames.values["payload"][old]
-        before_length[first[is_old]] = self._frames.values["length"][old]
-        gap, bits = np.empty(len(ids), np.float32), np.empty(len(ids), np.int8)
-        # Public captures run backwards by some milliseconds.
-        gaps = np.maximum(times - before_time, 0.0).astype(np.float32)
-        gap[order] = gaps
-        bits[order] = np.bitwise_count((words ^ before_words).view(np.uint64))
-        bits[order[first[~is_old]]] = -1
-        last = np.append(first[1:], len(ids)) - 1
-        steps = _steps(words, before_words)
-        jumps = np.empty(steps.shape, np.uint16)
-        jumped = self._jumps(steps, first, position, is_old)
-        gap_before = np.roll(gaps, 1)
-        gap_before[first] = np.nan
-        gap_before[first[is_old]] = self._frames.values["gap"][position[is_old]]
-        # After a long gap the value has had time to change.
-        is_late = gaps > _LONG_GAP * gap_before
-        jumped[is_late] = 0
-        jumps[order] = jumped
-        checks = broken_checks(words, length, before_words, before_length)
-        checks[is_late] &= CHECKSUM_BITS  # a counter went on without frames that the log lacks
-        checks[first[~is_old]] = 0
-        earlier: dict[str, NDArray[Any]] = {"before": before_words, "before_length": before_length, "broken": checks}
-        kept: dict[str, NDArray[Any]] = {name: values[last] for name, values in earlier.items()}
-        for name, values in earlier.items():
-            earlier[name] = np.roll(values, 1)
-            earlier[name][first] = 0
-            earlier[name][first[is_old]] = self._frames.values[name][old]
-        # After a forged frame, the sender's next frame does not fit, but it fits the sender's last frame.
-        excused = earlier["broken"] & ~broken_checks(words, length, earlier["before"], earlier["before_length"])
-        broken, unexcused = np.empty((2, len(ids)), np.uint64)
-        broken[order], unexcused[order] = checks, checks & ~excused
-        # An ID's first frame makes no step; steps of a short run may be its second frame's.
-        has_step = is_old | (last > first)
-        kept |= {
-            "time": times[last],
-            "payload": words[last],
-            "length": length[last],
-            "gap": gaps[last],
-            "has_step": has_step,
-            "step": steps[last],
+        ordered = _Ordered.of(frames.can_id, self._frames)
+        now: dict[str, NDArray[Any]] = {
+            "time": frames.timestamp,
+            "payload": payload_words(frames.payload),
+            "length": frames.length,
         }
-        self._frames.update(ids[first], kept)
+        now = {name: values[ordered.order] for name, values in now.items()}
+        before = {name: ordered.before(name, values) for name, values in now.items()}
+        # Public captures run backwards by some milliseconds.
+        gap = np.maximum(now["time"] - before["time"], 0.0).astype(np.float32)
+        gap[ordered.new] = np.nan
+        bits = np.bitwise_count((now["payload"] ^ before["payload"]).view(np.uint64)).astype(np.int8)
+        bits[ordered.new] = -1
+        step = _steps(now["payload"], before["payload"])
+        jumps = _jumps(step, ordered)
+        # After a long gap the value has had time to change.
+        is_late = gap > _LONG_GAP * ordered.before("gap", gap)
+        jumps[is_late] = 0
+        broken = broken_checks(now["payload"], now["length"], before["payload"], before["length"])
+        broken[is_late] &= CHECKSUM_BITS  # a counter went on without frames that the log lacks
+        broken[ordered.new] = 0
+        last_but_one = [ordered.before(f"{name}_before", before[name]) for name in ("payload", "length")]
+        # After a forged frame, the sender's next frame does not fit, but it fits the sender's last frame.
+        excused = ordered.before("broken", broken) & ~broken_checks(now["payload"], now["length"], *last_but_one)
+        changes = Changes(gap, bits, jumps, broken, broken & ~excused)
+        kept = {**now, "gap": gap, "step": step, "broken": broken, "payload_before": before["payload"],
+                "length_before": before["length"]}  # fmt: skip
+        last = {name: values[ordered.last] for name, values in kept.items()}
+        # An ID's first frame makes no step; steps of a short run may be its second frame's.
+        last["has_step"] = ordered.is_old | (ordered.last > ordered.first)
+        self._frames.update(ordered.ids[ordered.first], last)
         if len(self._frames.can_id) > 2 * _MAX_IDS:
             seen_s = self._frames.values["time"]
             self._frames.keep(seen_s >= np.partition(seen_s, -_MAX_IDS)[-_MAX_IDS])
             for remembered in (self._windows, self._jumped, self._seen):
                 remembered.keep(np.isin(remembered.can_id, self._frames.can_id))
-        return Changes(gap, bits, jumps, broken, unexcused)
-
-    def _jumps(
-        self,
-        steps: NDArray[np.int16],
-        first: NDArray[np.intp],
-        position: NDArray[np.intp],
-        is_old: NDArray[np.bool_],
-    ) -> NDArray[np.uint16]:
-        """Returns the jumps [M, J] from the steps of frames that are ordered by ID, then time.
-
-        The first frames of IDs are at `first`; where `is_old`, the ID is remembered at `position`.
-        """
-        before = np.roll(steps, 1, axis=0)
-        # Where nothing is known about the step before, the value does not jump.
-        before[first] = steps[first]
-        has_step = np.zeros(len(first), np.bool_)
-        has_step[is_old] = self._frames.values["has_step"][position[is_old]]
-        before[first[has_step]] = self._frames.values["step"][position[has_step]]
-        second = first[~is_old] + 1
-        second = second[~np.isin(second, first) & (second < len(steps))]
-        before[second] = steps[second]
-        change = np.abs(np.subtract(steps, before, dtype=np.int32))
-        change -= np.abs(before, dtype=np.int32)
-        return np.maximum(change, 0, out=change).astype(np.uint16)
+        place = np.empty_like(ordered.order)
+        place[ordered.order] = np.arange(len(place))
+        return Changes(**{name: values[place] for name, values in changes._asdict().items()})
 
     def recent_jumps(self, can_id: NDArray[np.uint32], jumps: NDArray[np.uint16]) -> NDArray[np.uint16]:
         """Returns the larger of the jumps [N, J] of nodes and of the last earlier window with the node's ID.
