@@ -1,7 +1,7 @@
 """Contributions of each CAN ID, and of each property of the ID, to a window's score.
 
 Shapes: B windows of the batch, N nodes, E edges, A absences, I = N + A IDs (window after window; in each window the
-nodes, then the absences), C input columns, P properties (`PROPERTIES`).
+nodes, then the absences), C input columns, P properties that networks know (`NETWORK_PROPERTIES`).
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from can_train_tasks.can.data.batches import GraphBatch, scatter
 from can_train_tasks.can.data.behaviour import BEHAVIOUR, WORDS
@@ -34,8 +35,8 @@ CHECKSUM: Final = "checksum"  # a checksum in the payload that is wrong
 LATENT: Final = "latent"  # all properties together, as an autoencoder encodes them
 BYTES: Final = tuple(f"byte_{number}" for number in range(1, MAX_PAYLOAD_BYTES + 1))  # means of payload bytes
 JUMPS: Final = tuple(f"jump_{word}" for word in WORDS)  # jumps of values in the payload
-PROPERTIES: Final = (IDENTITY, *BYTES, FRAMES, LAST, GAP, PERIOD, SILENCE, CHANGE, NEIGHBOURS, LATENT, COUNTER,
-                     CHECKSUM, *JUMPS)  # fmt: skip
+NETWORK_PROPERTIES: Final = (IDENTITY, *BYTES, FRAMES, LAST, GAP, PERIOD, SILENCE, CHANGE, NEIGHBOURS, LATENT)
+PROPERTIES: Final = (*NETWORK_PROPERTIES, COUNTER, CHECKSUM, *JUMPS)  # the others are known to the rules alone
 
 _GAP_FEATURES: Final = ("interval_mean_ms", "interval_std_ms", "regularity")
 _CHANGE_FEATURES: Final = ("bits_changed", "unchanged")
@@ -91,18 +92,23 @@ def autoencoder_contributions(model: Vgae, batch: GraphBatch, units: Sequence[fl
     edge_error = (decoded.edge - edge).square() * (weights["edge"] / edge.shape[1]) / edges[graph_of_edge][:, None]
     columns = [*_OF_NODE, *(_OF_BEHAVIOUR if model.inputs.behaviour else [])]
     shares = _sums(node_error, columns) + _at_ends(_sums(edge_error, _OF_EDGE), batch)
-    shares[:, PROPERTIES.index(LATENT)] = errors.kl * weights["latent"] / nodes[batch.batch]
+    shares[:, NETWORK_PROPERTIES.index(LATENT)] = errors.kl * weights["latent"] / nodes[batch.batch]
     strange = model.inputs.strangeness(batch, model.inputs.id_index(batch))
-    shares[:, PROPERTIES.index(IDENTITY)] = strange * weights["ids"]
+    shares[:, NETWORK_PROPERTIES.index(IDENTITY)] = strange * weights["ids"]
     return _with_absences(shares, model.inputs.overdue(batch) * weights["ids"], batch)
 
 
 def _with_absences(nodes: Tensor, overdue: Tensor, batch: GraphBatch) -> Tensor:
     """Inserts the contributions of overdue IDs [A] after the contributions [N, P] of their window's nodes: [I, P]."""
-    absences = nodes.new_zeros(len(overdue), len(PROPERTIES))
-    absences[:, PROPERTIES.index(SILENCE)] = overdue.to(nodes.dtype)
+    absences = nodes.new_zeros(len(overdue), len(NETWORK_PROPERTIES))
+    absences[:, NETWORK_PROPERTIES.index(SILENCE)] = overdue.to(nodes.dtype)
     order = torch.argsort(torch.cat([batch.batch, batch.absent_batch]), stable=True)
     return torch.cat([nodes, absences])[order]
+
+
+def with_rules(contributions: Tensor) -> Tensor:
+    """Adds the columns of the rules, with zeros, to a network's contributions [I, P]: [I, columns of `PROPERTIES`]."""
+    return functional.pad(contributions, (0, len(PROPERTIES) - len(NETWORK_PROPERTIES)))
 
 
 def shares_of_windows(contributions: Tensor, window: Tensor) -> Tensor:
@@ -113,8 +119,9 @@ def shares_of_windows(contributions: Tensor, window: Tensor) -> Tensor:
 
 def _sums(columns: Tensor, names: Sequence[str]) -> Tensor:
     """Adds up columns [·, C] to properties [·, P]; `names` gives the property of each column."""
-    shares = columns.new_zeros(len(columns), len(PROPERTIES))
-    return shares.index_add(1, torch.tensor([PROPERTIES.index(name) for name in names], device=columns.device), columns)
+    shares = columns.new_zeros(len(columns), len(NETWORK_PROPERTIES))
+    places = torch.tensor([NETWORK_PROPERTIES.index(name) for name in names], device=columns.device)
+    return shares.index_add(1, places, columns)
 
 
 def _at_ends(edges: Tensor, batch: GraphBatch) -> Tensor:

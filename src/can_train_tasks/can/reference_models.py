@@ -33,6 +33,7 @@ from can_train_tasks.can.contributions import (
     SILENCE,
     autoencoder_contributions,
     classifier_contributions,
+    with_rules,
 )
 from can_train_tasks.can.data.batches import GRAPH_FEATURES, Gatherer
 from can_train_tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, FlatGraphs, Floats, Ints
@@ -164,15 +165,18 @@ class FinishedNetwork(WindowModel):
             return kind.scores(model, batch)
 
     def contributions(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns the contributions [I, P] of the network and of the rules to the final score."""
-        contributions = self.network_contributions(model, rows, device, dtype)
+        """Returns the contributions [I, P] of the network and of the rules to the final score, on the CPU."""
+        contributions = with_rules(self.network_contributions(model, rows, device, dtype).cpu())
         if self.raised is not None:
             added = torch.from_numpy(self.raised.contributions(self._flat, rows)).to(contributions)
             contributions[:, _RULE_COLUMNS] += added
         return contributions
 
     def network_contributions(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns the contributions [I, P] to the logit difference or the anomaly score, without mixed precision."""
+        """Returns contributions [I, P] to the logit difference or the anomaly score, without mixed precision.
+
+        The columns are `NETWORK_PROPERTIES`.
+        """
         batch = self._gather(rows).to(device, dtype)
         with torch.autocast(device.type, enabled=False):
             if isinstance(model, GatClassifier):

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.errors import CheckpointError, ConfigError
 from can_train.task import Feature, Outputs
-from can_train_tasks.can.contributions import shares_of_windows
+from can_train_tasks.can.contributions import shares_of_windows, with_rules
 from can_train_tasks.can.data.dataset import CanData
 from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
 from can_train_tasks.can.evaluation.metrics import RECONSTRUCTION_TERMS
@@ -435,7 +435,7 @@ class FinishedFusion(WindowModel):
             each = network.network_contributions(model[role], rows, device, dtype).double().cpu()
             window = torch.from_numpy(np.repeat(np.arange(len(rows)), self._flat.num_ids[rows]))
             found = found + shares_of_windows(each, window) * part[window][:, None]
-        return found
+        return with_rules(found)
 
     def combine(self, scores: Floats, rows: Ints) -> Floats:
         """Returns the fused scores [R]."""
