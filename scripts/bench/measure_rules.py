@@ -50,8 +50,7 @@ def measured(seed: int) -> dict[str, tuple[int, float, Judged]]:
 
 def judged(rules: Rules, flat: FlatGraphs, rows: Ints) -> tuple[int, float, Judged]:
     """Judges the windows [R] that each rule flags."""
-    ends = np.cumsum(flat.num_ids[rows])
-    flags = np.maximum.reduceat(rules.rarities(flat, rows), ends - flat.num_ids[rows], axis=0) >= FLAGGED  # [R, 6]
+    flags = rules.window_rarities(flat, rows) >= FLAGGED  # [R, 6]
     timeline = Timeline.of(flat, rows)
     several = {**dict(zip(RULES, flags.T, strict=True)), TOGETHER: flags.any(axis=1)}
     figures = {rule: burst_figures(timeline, own.astype(float), 0.5, USUAL_HOLD) for rule, own in several.items()}

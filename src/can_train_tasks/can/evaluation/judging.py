@@ -173,7 +173,7 @@ class ThresholdRecord(TypedDict):
     threshold: float
     threshold_rule: str
     error_units: NotRequired[list[float]]
-    rule_scale: NotRequired[dict[str, float]]
+    rule_scale: NotRequired[dict[str, float | None]]
 
 
 class Judgement(ThresholdRecord):

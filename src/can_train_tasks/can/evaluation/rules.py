@@ -60,7 +60,7 @@ UNSTEADY: Final = 1.2
 # there, with values of other ranges.
 SAME_VEHICLE: Final = 0.9
 BROKEN: Final = math.inf  # rarity of an ID that breaks a check: in benign windows no ID breaks any
-_BROKEN_DECADES: Final = 1.0  # by which a window with a broken check lies above the threshold
+_BROKEN_DECADES: Final = 1.0  # distance of a window with a broken check from the threshold
 LEAST_CHECKED: Final = 50  # undisturbed benign training windows with an ID, without which it has no checks
 MOST_BROKEN: Final = 0.001  # of these windows: logs lack frames
 # Different payloads, without which a checksum may fit by chance: two payloads fit one of the 16 checks of checksums at
@@ -163,9 +163,11 @@ class Rules:
         if len(validation) < LEAST_WINDOWS:
             return None
         timing = _timing(flat, split.train)
-        jumps = _steady_jumps(flat, split, timing["ids"])
+        num_ids = len(timing["ids"])
+        trained, later = (_Undisturbed.of(flat, rows, timing["ids"]) for rows in (split.train, split.validation))
+        jumps = _steady_jumps(flat, trained, later, _parts_of_logs(flat, split.train), num_ids)
         jumps[~(timing["gap"] <= LONGEST_PERIOD)] = np.nan
-        checks = _kept_checks(flat, split, timing["ids"])
+        checks = _kept_checks(flat, trained, later, num_ids)
         usual = cls(**timing, largest_jump=jumps, checks=checks)
         values = usual._values(flat, validation)
         num_new = int(np.count_nonzero(values.of_windows(values.new)))
@@ -187,15 +189,17 @@ class Rules:
         """
         return self._rarities(self._values(flat, rows))
 
+    def window_rarities(self, flat: FlatGraphs, rows: Ints) -> Floats:
+        """Returns the rarity [R, 6] of each window by each of `RULES`."""
+        if not len(rows):
+            return np.empty((0, len(RULES)))
+        return np.maximum.reduceat(self.rarities(flat, rows), np.cumsum(flat.num_ids[rows]) - flat.num_ids[rows])
+
     def windows(self, flat: FlatGraphs, rows: Ints) -> RareWindows:
         """Returns how rare windows [R] are by the rule that finds them rarest."""
-        if not len(rows):
-            return RareWindows(np.empty(0), np.empty(0, np.bool_))
-        starts = np.cumsum(flat.num_ids[rows]) - flat.num_ids[rows]
-        rarities = self.rarities(flat, rows)
-        is_broken = (rarities == BROKEN).any(axis=1)
-        largest = np.where(rarities == BROKEN, 0.0, rarities).max(axis=1)
-        return RareWindows(np.maximum.reduceat(largest, starts), np.logical_or.reduceat(is_broken, starts))
+        rarities = self.window_rarities(flat, rows)
+        is_broken = rarities == BROKEN
+        return RareWindows(np.where(is_broken, 0.0, rarities).max(axis=1), is_broken.any(axis=1))
 
     def plain(self) -> dict[str, Any]:
         """Returns the rules as strict JSON."""
@@ -335,12 +339,12 @@ class RuleScale:
     Attributes:
         threshold: Score of a window that is rarer than one in 10 ** `FLAGGED`.
         decade: Difference of scores for ten times as few windows.
-        checked: Windows with a broken check have higher scores; -inf: the check does not raise them.
+        checked: Windows with a broken check have higher scores; None: the check does not raise them.
     """
 
     threshold: float
     decade: float
-    checked: float = -math.inf
+    checked: float | None = None
 
     @classmethod
     def of(cls, benign: Floats, threshold: float) -> Self:
@@ -354,11 +358,13 @@ class RuleScale:
         by_rule = self.threshold + self.decade * (rare.rarity - FLAGGED)
         # Just above: a threshold flags what is above it.
         by_rule = np.where(rare.rarity >= FLAGGED, np.maximum(by_rule, np.nextafter(self.threshold, np.inf)), by_rule)
-        raised = np.where(rare.rarity >= TOLD, np.maximum(score, by_rule), score)
+        raised: Floats = np.where(rare.rarity >= TOLD, np.maximum(score, by_rule), score)
+        if self.checked is None:
+            return raised
         by_check = max(self.checked + _BROKEN_DECADES * self.decade, np.nextafter(self.checked, np.inf))
         return np.where(rare.is_broken, np.maximum(raised, by_check), raised)
 
-    def plain(self) -> dict[str, float]:
+    def plain(self) -> dict[str, float | None]:
         """Returns the scale as strict JSON."""
         return dict(vars(self))
 
@@ -384,7 +390,7 @@ class RaisedScores:
     def contributions(self, flat: FlatGraphs, rows: Ints) -> Floats:
         """Returns what each ID of the windows adds to the scores, [I, 5 + J]; 0 where no rule flags.
 
-        The columns are those of `Rules.rarities_by_word`.
+        `Rules.rarities_by_word` names the columns.
         """
         rarities = self.rules.rarities_by_word(flat, rows)
         finite = np.where(rarities == BROKEN, FLAGGED + _BROKEN_DECADES, rarities)
@@ -455,10 +461,28 @@ def _timing(flat: FlatGraphs, train: Ints) -> dict[str, Any]:
     return {"ids": flat.ids[known], **dict(zip(_TIMES, rounded, strict=True))}
 
 
-def _steady_jumps(flat: FlatGraphs, split: Split, ids: Ints) -> Floats:
-    """Returns `Rules.largest_jump` of the IDs of the vocabulary, from benign windows of training and validation."""
-    part, num_parts = _parts_of_logs(flat, split.train)
-    maxima, moves = _jumps_by_part(flat, split.train, ids, part, num_parts)  # [P, V, J]
+class _Undisturbed(NamedTuple):
+    """The undisturbed nodes [N] of known IDs in windows [R] (see `_undisturbed`)."""
+
+    node: Ints  # [N]
+    at: Ints  # [N] place of the node's ID in the vocabulary
+    window: Ints  # [N] position of the node's window among the windows
+
+    @classmethod
+    def of(cls, flat: FlatGraphs, rows: Ints, ids: Ints) -> Self:
+        """Finds the nodes in windows `rows` [R], which ascend; `ids` [V] is the vocabulary."""
+        nodes = members(flat.node_ptr, rows)
+        place = np.where(np.isin(flat.ids, ids), np.searchsorted(ids, flat.ids), -1)[flat.node_code[nodes.positions]]
+        chosen = _undisturbed(flat, rows) & (place >= 0)
+        return cls(nodes.positions[chosen], place[chosen], np.repeat(np.arange(len(rows)), nodes.sizes)[chosen])
+
+
+def _steady_jumps(
+    flat: FlatGraphs, train: _Undisturbed, validation: _Undisturbed, parts: tuple[Ints, int], num_ids: int
+) -> Floats:
+    """Returns `Rules.largest_jump` from benign windows; `parts` are those of the windows of training."""
+    part, num_parts = parts
+    maxima, moves = _jumps_by_part(flat, train, part[train.window] * num_ids + train.at, num_parts, num_ids)
     there = maxima >= 0
     in_parts = there.sum(axis=0)
     largest = maxima.max(axis=0)
@@ -477,47 +501,37 @@ def _steady_jumps(flat: FlatGraphs, split: Split, ids: Ints) -> Floats:
     # The next log may exceed the largest jump as the largest jump exceeds the median.
     spread = largest / np.maximum(median, 1.0)
     usual = np.where(is_value, largest * np.maximum(spread, 1.0) + LEVELS, np.nan)
-    later, _ = _jumps_by_part(flat, split.validation, ids, np.zeros(len(split.validation), np.int64), 1)
+    later, _ = _jumps_by_part(flat, validation, validation.at, 1, num_ids)
     # A comparison with NaN is false.
     usual[later[0] > UNSTEADY * usual] = np.nan
     return usual
 
 
-def _kept_checks(flat: FlatGraphs, split: Split, ids: Ints) -> NDArray[np.uint64]:
-    """Returns `Rules.checks` of the IDs of the vocabulary, from benign windows of training and validation."""
-    nodes, at = _undisturbed_nodes(flat, split.train, ids)
-    tried, broken = np.bincount(at, minlength=len(ids)), _times_broken(flat, nodes, at, len(ids))
-    later = _times_broken(flat, *_undisturbed_nodes(flat, split.validation, ids), len(ids))
+def _kept_checks(flat: FlatGraphs, train: _Undisturbed, validation: _Undisturbed, num_ids: int) -> NDArray[np.uint64]:
+    """Returns `Rules.checks` from benign windows."""
+    tried = np.bincount(train.at, minlength=num_ids)
+    broken, later = (_times_broken(flat, nodes, num_ids) for nodes in (train, validation))
     kept = (tried[:, None] >= LEAST_CHECKED) & (broken <= MOST_BROKEN * tried[:, None]) & (later == 0)
     # Where an ID counts, it has enough payloads that differ.
-    varied = kept[:, : len(COUNTERS)].any(axis=1) | (_num_payloads(flat, nodes, at, len(ids)) >= LEAST_PAYLOADS)
+    varied = kept[:, : len(COUNTERS)].any(axis=1) | (_num_payloads(flat, train, num_ids) >= LEAST_PAYLOADS)
     kept[~varied, len(COUNTERS) :] = False
-    checks: NDArray[np.uint64] = (kept * (np.uint64(1) << np.arange(len(CHECKS), dtype=np.uint64))).sum(axis=1)
-    return checks.astype(np.uint64)
+    checks: NDArray[np.uint64] = np.packbits(kept, axis=1, bitorder="little").view(np.uint64)[:, 0]
+    return checks
 
 
-def _undisturbed_nodes(flat: FlatGraphs, rows: Ints, ids: Ints) -> tuple[Ints, Ints]:
-    """Returns the undisturbed nodes [N] of known IDs in windows `rows` [R], and the places of their IDs in `ids`."""
-    nodes = members(flat.node_ptr, rows).positions
-    place = np.where(np.isin(flat.ids, ids), np.searchsorted(ids, flat.ids), -1)[flat.node_code[nodes]]
-    chosen = _undisturbed(flat, rows) & (place >= 0)
-    return nodes[chosen], place[chosen]
+def _times_broken(flat: FlatGraphs, nodes: _Undisturbed, num_ids: int) -> Ints:
+    """Counts the nodes that break each check, [V, C]."""
+    broken, one = flat.broken_checks[nodes.node], np.uint64(1)
+    breaking = (nodes.at[broken >> np.uint64(check) & one > 0] for check in range(len(CHECKS)))
+    return np.column_stack([np.bincount(at, minlength=num_ids) for at in breaking])
 
 
-def _times_broken(flat: FlatGraphs, nodes: Ints, at: Ints, num_ids: int) -> Ints:
-    """Counts the nodes [N] that break each check, [V, C]; `at` [N] are the places of their IDs."""
-    broken = flat.broken_checks[nodes]
-    one = np.uint64(1)
-    columns = [np.bincount(at[broken >> np.uint64(check) & one > 0], minlength=num_ids) for check in range(len(CHECKS))]
-    return np.column_stack(columns)
-
-
-def _num_payloads(flat: FlatGraphs, nodes: Ints, at: Ints, num_ids: int) -> Ints:
-    """Counts the different payloads [V] of each ID, among windows [N] in which all its frames are equal."""
-    means = 255.0 * flat.node_features[nodes, :MAX_PAYLOAD_BYTES].astype(np.float64)
+def _num_payloads(flat: FlatGraphs, nodes: _Undisturbed, num_ids: int) -> Ints:
+    """Counts the different payloads [V] of each ID, among the nodes whose frames are all equal."""
+    means = 255.0 * flat.node_features[nodes.node, :MAX_PAYLOAD_BYTES].astype(np.float64)
     payload = np.rint(means)
     equal = (np.abs(means - payload) < _WHOLE).all(axis=1)
-    different = np.unique(np.column_stack([at[equal], payload[equal].astype(np.int64)]), axis=0)
+    different = np.unique(np.column_stack([nodes.at[equal], payload[equal].astype(np.int64)]), axis=0)
     return np.bincount(different[:, 0], minlength=num_ids)
 
 
@@ -533,28 +547,23 @@ def _parts_of_logs(flat: FlatGraphs, rows: Ints) -> tuple[Ints, int]:
     return part, len(sizes) * pieces
 
 
-def _jumps_by_part(flat: FlatGraphs, rows: Ints, ids: Ints, part: Ints, num_parts: int) -> tuple[Floats, Ints]:
-    """Measures the undisturbed nodes of windows `rows` [R], which are in parts [R].
+def _jumps_by_part(
+    flat: FlatGraphs, nodes: _Undisturbed, group: Ints, num_parts: int, num_ids: int
+) -> tuple[Floats, Ints]:
+    """Measures nodes [N]; `group` [N] is the number of the node's part · V + the place of its ID.
 
     Returns:
         The largest jumps [P, V, J], -1 where a part lacks the ID; and the number of nodes [V, J] in which a word jumps.
     """
-    nodes = members(flat.node_ptr, rows)
-    known = np.searchsorted(ids, flat.ids)
-    known = np.where(np.isin(flat.ids, ids), known, -1)[flat.node_code[nodes.positions]]
-    group = np.where(_undisturbed(flat, rows) & (known >= 0), np.repeat(part, nodes.sizes) * len(ids) + known, -1)
-    maxima, moves = np.full((num_parts * len(ids), len(WORDS)), -1.0), np.zeros((len(ids), len(WORDS)), np.int64)
+    maxima, moves = np.full((num_parts * num_ids, len(WORDS)), -1.0), np.zeros((num_ids, len(WORDS)), np.int64)
     for some in _parts(len(group)):
-        own = np.flatnonzero(group[some] >= 0) + some.start
-        own = own[np.argsort(group[own], kind="stable")]
-        if not len(own):
-            continue
-        jumps, groups = flat.jumps[nodes.positions[own]], group[own]
+        own = np.argsort(group[some], kind="stable") + some.start
+        jumps, groups = flat.jumps[nodes.node[own]], group[own]
         first = np.flatnonzero(np.diff(groups, prepend=-1))
         at = groups[first]
         maxima[at] = np.maximum(maxima[at], np.maximum.reduceat(jumps, first))
-        np.add.at(moves, at % len(ids), np.add.reduceat(jumps > 0, first, dtype=np.int64))
-    return maxima.reshape(num_parts, len(ids), len(WORDS)), moves
+        np.add.at(moves, at % num_ids, np.add.reduceat(jumps > 0, first, dtype=np.int64))
+    return maxima.reshape(num_parts, num_ids, len(WORDS)), moves
 
 
 def _undisturbed(flat: FlatGraphs, rows: Ints) -> NDArray[np.bool_]:

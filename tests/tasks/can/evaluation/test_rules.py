@@ -130,6 +130,8 @@ def test_rules_survive_a_result_file(bus):
     again = Rules.from_plain(json.loads(json.dumps(rules.plain(), allow_nan=False)))
     assert np.array_equal(again.rarities(flat, rows), rules.rarities(flat, rows))
     scale = RuleScale(threshold=0.25, decade=3.0)
+    # As the scale of a run from before the checks.
+    assert RuleScale(**json.loads(json.dumps(scale.plain(), allow_nan=False))) == scale
     judgement = {"rules": rules.plain(), "rule_scale": scale.plain()}
     raised = RaisedScores.from_judgement(judgement)
     assert raised is not None
@@ -323,7 +325,7 @@ def test_a_broken_check_is_flagged_at_the_threshold_of_the_raised_scores(checked
     raised = RaisedScores(rules=checked_rules, scale=RuleScale(threshold=1.0, decade=0.5, checked=3.0))
     scores = raised(drive, np.arange(len(drive)), np.zeros(len(drive)))
     assert sorted(set(scores.tolist())) == [0.0, 3.5]
-    again = RaisedScores(rules=checked_rules, scale=RuleScale(**raised.scale.plain()))
+    again = RaisedScores(rules=checked_rules, scale=RuleScale(**json.loads(json.dumps(raised.scale.plain()))))
     assert np.array_equal(again(drive, np.arange(len(drive)), np.zeros(len(drive))), scores)
 
 
