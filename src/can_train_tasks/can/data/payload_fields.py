@@ -15,6 +15,7 @@ found), B payload bytes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -33,6 +34,8 @@ LEAST_FRAMES: Final = 20  # frames of an ID, without which no field is told
 NEW_VALUE: Final = 0.45
 NEW_BYTE: Final = 0.8  # the same for the first bit of a byte, where most values begin
 CERTAIN: Final = 0.95  # share of the frames that a counter must fit: a bus loses frames
+MAX_COUNTER_BITS: Final = 16
+ALTERNATING: Final = 0.9  # flips per frame of a counter's last bit: of 15 values, as many as 14 do
 VALID: Final = 0.99  # share of the frames that a checksum must fit
 LEAST_PAYLOADS: Final = 8  # different payloads that a checksum must fit
 MOST_PAGES: Final = 16
@@ -45,7 +48,7 @@ RANDOM: Final = 0.2  # mean step of a value ÷ its range, above which it is no m
 MOST_OF_FLAG: Final = 2  # different values of a flag
 LEAST_CROSSINGS: Final = 2  # of zero, without which a sign cannot be told
 LEAST_WRAPS: Final = 3  # carries, without which the order of two bytes cannot be told
-CARRIED: Final = 0.8  # share of the carries that the other byte must follow
+CARRIED: Final = 0.8  # share of the carries that the other byte, or the first bit of a counter, must follow
 
 # Generators of CRC-8: SAE J1850, AUTOSAR's 0x2F, CCITT, Maxim's 0x31, and WCDMA's 0x9B.
 CRC8_GENERATORS: Final = {"CRC-8 SAE J1850": 0x1D, "CRC-8 AUTOSAR": 0x2F, "CRC-8": 0x07, "CRC-8 0x31": 0x31,
@@ -162,10 +165,13 @@ def _paged(seen: _Bits, free: NDArray[np.bool_], multiplexer: Field) -> list[Fie
 
 def _counters(seen: _Bits, free: NDArray[np.bool_]) -> Iterator[Field]:
     taken = ~free
-    for start, stop in _places(len(free), (16, 8, 4)):
-        if taken[start:stop].any():
+    # The last bit of a counter flips from frame to frame. Its last bits count, too, so wide fields are tried first.
+    stops = (1 + np.flatnonzero(seen.flips >= ALTERNATING)).tolist()
+    for width, stop in itertools.product(range(MAX_COUNTER_BITS, 1, -1), stops):
+        start = stop - width
+        if start < 0 or taken[start:stop].any():
             continue
-        field = Field(start=start, stop=stop, kind=COUNTER, high=(1 << (stop - start)) - 1)
+        field = Field(start=start, stop=stop, kind=COUNTER, high=(1 << width) - 1)
         values = [field.read(part) for part in seen.payloads]
         low, high = min(int(part.min()) for part in values), max(int(part.max()) for part in values)
         # Some counters begin anew before their bits are full: from 14, or from 250.
@@ -174,16 +180,11 @@ def _counters(seen: _Bits, free: NDArray[np.bool_]) -> Iterator[Field]:
         steps = np.concatenate([np.diff(part) % size for part in values])
         step, counts = np.unique(steps, return_counts=True)
         usual = int(step[counts.argmax()])
-        if usual and counts.max() >= CERTAIN * len(steps):
+        # A slow value in front of a counter would be its first bits, if the counter had to carry into them nowhere.
+        carried = steps[np.concatenate([bits[1:, start] != bits[:-1, start] for bits in seen.bits])] == usual
+        if usual and counts.max() >= CERTAIN * len(steps) and np.count_nonzero(carried) >= CARRIED * len(carried):
             taken[start:stop] = True
             yield replace(field, note=f"steps of {usual - size if 2 * usual > size else usual}")
-
-
-def _places(bits: int, widths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields the places of fields that begin at a byte or, where they are narrower than a byte, at half a byte."""
-    for width in widths:
-        for start in range(0, bits - width + 1, 4 if width < 8 else 8):
-            yield start, start + width
 
 
 def _checksums(seen: _Bits, free: NDArray[np.bool_]) -> Iterator[Field]:

@@ -83,6 +83,34 @@ def test_a_counter_may_begin_anew_before_its_bits_are_full(last, width, step):
     assert field.high - field.low == last
 
 
+@given(st.integers(2, 9), st.integers(0, 62), st.sampled_from([1, -1]), st.integers(0, 99))
+@settings(max_examples=30)
+def test_a_counter_of_a_few_bits_may_stand_anywhere_beside_values(width, start, step, seed):
+    assume(start + width <= 64)
+    bits = np.zeros((FRAMES, 64), np.uint8)
+    count = step * np.arange(FRAMES) % (1 << width)
+    bits[:, start : start + width] = (count[:, None] >> np.arange(width)[::-1]) & 1
+    # A measured value in the eight bits after it, or before it.
+    place = start + width if start + width <= 56 else start - 8
+    bits[:, place : place + 8] = np.unpackbits(wave(0, 255, seed=seed).astype(np.uint8)[:, None], axis=1)
+    field = the_field(find_fields([np.packbits(bits, axis=1)]), COUNTER)
+    assert (field.start, field.width, field.note) == (start, width, f"steps of {step}")
+
+
+@pytest.mark.parametrize("width", [6, 8])
+def test_a_flag_in_front_of_a_counter_is_not_its_first_bit(width):
+    flag = (np.arange(2_000) // 700 % 2) << width
+    first, second = find_fields([payloads(b6=flag >> 8, b7=(flag | np.arange(2_000) % (1 << width)) & 255)])
+    assert (first.kind, first.width) == (FLAG, 1)
+    assert (second.kind, second.stop, second.width) == (COUNTER, 64, width)
+
+
+def test_a_counter_has_as_many_bits_as_have_moved():
+    count = np.arange(5_000)
+    (field,) = find_fields([payloads(b2=count >> 8, b3=count & 255)])
+    assert (field.kind, field.start, field.stop, field.high) == (COUNTER, 19, 32, 4_999)
+
+
 def test_a_bit_that_alternates_is_no_counter():
     (field,) = find_fields([payloads(b3=14 + np.arange(FRAMES) % 2)])
     assert field.kind == FLAG
