@@ -286,10 +286,10 @@ class LiveBus:
         self._first_s = float(frames.timestamp[0]) if self._first_s is None else self._first_s
         checks = (self._clock.see(frames.timestamp, self.arrived_s), self._ids.see(frames),
                   self._load.see(frames.timestamp))  # fmt: skip
-        yield from map(_found, chain.from_iterable(checks))
+        findings = list(chain.from_iterable(checks))
         self._last_s = float(frames.timestamp[-1])
-        for block in self._builder.feed(frames):
-            yield from self._judge(block, score, contribute)
+        judged = (self._judge(block, score, contribute) for block in self._builder.feed(frames))
+        yield from _by_time(findings, chain.from_iterable(judged))
 
     def silence(self) -> LiveEvent:
         """Marks the bus as silent; returns the event."""
@@ -524,6 +524,17 @@ def _ended(alarm: LiveAlarm) -> LiveEvent:
     text = f"{alarm.end_s:.6f} s: alarm ended, since {alarm.start_s:.6f} s, {windows}, score up to {alarm.score:.3g}"
     return LiveEvent(text=text, record={"event": "alarm_end", "start_time": alarm.start_s, "end_time": alarm.end_s,
                                         "windows": alarm.windows, "score": alarm.score})  # fmt: skip
+
+
+def _by_time(findings: Iterable[Finding], events: Iterable[LiveEvent]) -> Iterator[LiveEvent]:
+    """Puts the faults of a block of frames between the events of its windows."""
+    waiting = deque(sorted(findings, key=lambda finding: finding.record["time"]))
+    for event in events:
+        time_s = event.record.get("time", event.record.get("end_time", -np.inf))
+        while waiting and waiting[0].record["time"] < time_s:
+            yield _found(waiting.popleft())
+        yield event
+    yield from map(_found, waiting)
 
 
 def _found(finding: Finding) -> LiveEvent:

@@ -95,27 +95,39 @@ class IdCheck:
 
     def __init__(self, vocabulary: Ints) -> None:
         self._vocabulary = vocabulary
-        self._since_s: float | None = None  # time of the last known frame, or of the first frame
+        self._since_s = np.inf  # time of the last known frame, or of the first frame; a clock may step back
         self._frames = 0  # since then
         self._is_told = False
 
     def see(self, frames: Frames) -> Iterator[Finding]:
-        """Takes the next frames [M]."""
-        last_s = float(frames.timestamp[-1])
+        """Takes the next frames [M]; how they are divided into calls changes nothing."""
+        times = frames.timestamp
         known = np.flatnonzero(np.isin(frames.can_id, self._vocabulary))
-        if len(known):
-            self._since_s, self._frames = float(frames.timestamp[known[-1]]), len(frames) - 1 - int(known[-1])
-            self._is_told = False
-        else:
-            self._since_s = float(frames.timestamp[0]) if self._since_s is None else min(self._since_s, last_s)
-            self._frames += len(frames)
-        silent_s = last_s - self._since_s
-        if self._is_told or self._frames < STRANGE_FRAMES or silent_s < STRANGE_S:
+        bounds = np.concatenate([[-1], known, [len(times)]])
+        # The stretches between known frames. Only the first goes on from earlier frames, and only the last goes on.
+        long = np.flatnonzero(np.diff(bounds) > STRANGE_FRAMES)
+        for number in sorted({0, *long.tolist(), len(known)}):
+            if number:
+                self._since_s, self._frames, self._is_told = float(times[known[number - 1]]), 0, False
+            yield from self._see_unknown(times[bounds[number] + 1 : bounds[number + 1]])
+
+    def _see_unknown(self, times: Floats) -> Iterator[Finding]:
+        """Takes the times of the next frames without an ID that training knew."""
+        if not len(times):
+            return
+        since_s = np.minimum.accumulate(np.concatenate([[self._since_s], times]))[1:]
+        counts = self._frames + np.arange(1, len(times) + 1)
+        strange = (counts >= STRANGE_FRAMES) & (times - since_s >= STRANGE_S)
+        self._since_s, self._frames = float(since_s[-1]), int(counts[-1])
+        if self._is_told or not strange.any():
             return
         self._is_told = True
-        told = f"no ID that training knew in {counted(self._frames, 'frame')} of the last {silent_s:,.1f} s"
-        yield Finding(text=f"{last_s:.6f} s: {told}: another vehicle, another bit rate, or garbage",
-                      record={"event": "unknown_ids", "time": last_s, "frames": self._frames})  # fmt: skip
+        first = int(strange.argmax())
+        time_s, count = float(times[first]), int(counts[first])
+        silent_s = time_s - float(since_s[first])
+        told = f"no ID that training knew in {counted(count, 'frame')} of the last {silent_s:,.1f} s"
+        yield Finding(text=f"{time_s:.6f} s: {told}: another vehicle, another bit rate, or garbage",
+                      record={"event": "unknown_ids", "time": time_s, "frames": count})  # fmt: skip
 
 
 class LoadCheck:

@@ -309,6 +309,17 @@ def test_faults_of_the_input_are_events(tmp_path: Path, monkeypatch: pytest.Monk
     assert "no ID that training knew in" in events[1].text
 
 
+def test_events_of_one_block_are_in_the_order_of_their_times(tmp_path: Path) -> None:
+    calm = drive(3_000, pause_s=0.0)
+    strange = replace(calm, timestamp=3 * calm.timestamp + calm.timestamp[-1] + 0.001,
+                      can_id=np.full(3_000, 0x700, np.uint32))  # fmt: skip
+    watched = Watched(injected_run("gat"), candump(calm) + candump(strange), tmp_path, AlarmRule(threshold=-1e9))
+    kinds = [event.record["event"] for event in watched.events]
+    assert kinds == ["alarm", "unknown_ids", "alarm_end"]
+    alarm, unknown, end = (event.record for event in watched.events)
+    assert alarm["time"] < unknown["time"] < end["end_time"]
+
+
 def test_a_bus_from_which_only_garbage_comes_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_module, "SILENCE_S", 0.0)
     live = LiveRun(DetectionRequest(run=injected_run("gat"), source=str(Path(__file__))))

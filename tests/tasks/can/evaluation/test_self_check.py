@@ -1,11 +1,14 @@
 """The checks of live detection about its input tell each fault once, and nothing about a sound input."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from can_train_tasks.can.data.graphs import GraphBuilder
 from can_train_tasks.can.evaluation.self_check import ClockCheck, IdCheck, LineCheck, LoadCheck, highest_load
@@ -64,6 +67,22 @@ def test_a_bus_without_a_known_id_is_told_once_until_one_comes() -> None:
         parts = [later[begin : begin + 700] for begin in range(0, 12_000, 700)]
         counts.append(sum(len(list(check.see(part))) for part in parts))
     assert counts == [0, 1, 0, 0, 1]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 250), st.floats(-30, 30)), min_size=1, max_size=8),
+       st.lists(st.integers(1, 1_500), max_size=6))  # fmt: skip
+def test_unknown_ids_are_told_at_the_same_frame_however_frames_arrive(
+    stretches: list[tuple[bool, int, float]], cuts: list[int]
+) -> None:
+    ids = np.concatenate([np.full(count, 0x200 if known else 0x700) for known, count, _ in stretches])
+    steps = np.concatenate([np.r_[pause, np.full(count - 1, 0.015)] for _, count, pause in stretches])
+    frames = replace(injected_frames(12_000)[: len(ids)], can_id=ids.astype(np.uint32), timestamp=np.cumsum(steps))
+    at_once = [each.record for each in IdCheck(KNOWN).see(frames)]
+    check, bounds = IdCheck(KNOWN), sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})
+    parts = [frames[begin:end] for begin, end in itertools.pairwise(bounds)]
+    assert [each.record for part in parts for each in check.see(part)] == at_once
+    one_by_one = IdCheck(KNOWN)
+    assert [each.record for place in range(len(ids)) for each in one_by_one.see(frames[place : place + 1])] == at_once
 
 
 def test_a_load_above_the_benign_drives_is_told_once_in_pieces_of_any_size() -> None:
