@@ -32,6 +32,9 @@ VARYING: Final = {
     "the memory of this machine": (r"0% of the \d+\.\d+ [GT]iB of cpu-\d+gb", "0% of MEMORY"),
     "the samples that this machine holds": (r"hold about [\d,]+ samples", "hold about N samples"),
     "the rounding of this machine": (r"agree to \d+ decimal places\. The largest\n   difference is [^:]+", "agree"),
+    "how long a log is read": (r"reading took [\d.]+ s", "reading took TIME"),
+    "the digits of a score that two machines round otherwise": (r"(score (?:up\s+to )?\d+)\.\d+", r"\1"),
+    "the name of a sweep": (r"(sweep-\w+)-[0-9a-f]{4}", r"\1-NAME"),
     "how often the memory of this machine was tried": (r"\d+ trials?", "N trials"),
 }
 """What differs between two machines that print the same, each with its pattern and what stands for it."""

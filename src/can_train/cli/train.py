@@ -253,7 +253,8 @@ def _train_runs(runs: Sequence["ResolvedRun"], ranks: "Ranks", verbosity: Verbos
     from can_train.runs.sweep_runs import describe_sweep
 
     failed, places = [], describe_sweep([run.config for run in runs]) if len(runs) > 1 else [SweepRun()]
-    with RunPrinter(verbosity, as_json=as_json, of_several=len(runs) > 1) as printer:
+    more = f"show {places[0].name}"
+    with RunPrinter(verbosity, as_json=as_json, of_several=len(runs) > 1, more=more) as printer:
         for number, run in enumerate(runs, start=1):
             if len(runs) > 1 and verbosity != Verbosity.QUIET:
                 output.print_aside(f"run {number} of {len(runs)}: {_title(run, runs)}")
@@ -756,14 +757,14 @@ class RunPrinter:
         verbosity: How much is printed.
         as_json: Whether standard output is for JSON alone.
         of_several: Whether there are several runs.
-        more: Command that shows several runs.
+        more: Command that shows several runs; a single run is shown by its own name.
         folder: Folder of the run that is being trained.
     """
 
     verbosity: Verbosity
     as_json: bool
     of_several: bool = False
-    more: str = "runs"
+    more: str = ""
     folder: "RunFolder | None" = None
     _objects: list[Any] = field(default_factory=list)
 
