@@ -46,7 +46,8 @@ def main() -> None:
         judged = {name: [tests_of(json.loads((run / "result.json").read_text())) for run in several]
                   for name, several in runs.items()}  # fmt: skip
         alarms, real = alarm_table({name: runs[name] for name in ALARMED}), real_table(folder)
-    BENCHMARK.finish(options, seeds=len(options.seeds), table=table(judged), alarms=alarms, real=real)
+    bursts = burst_table(judged)
+    BENCHMARK.finish(options, seeds=len(options.seeds), table=table(judged), bursts=bursts, alarms=alarms, real=real)
 
 
 def trained(folder: Path, seed: int, words: Sequence[str]) -> Path:
@@ -94,6 +95,24 @@ def table(judged: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         compared = [signs([tests[name]["differences"].get(rival) for tests in gat]) for rival in RIVALS]
         rows.append([name, *models, *baselines, *compared, unbeaten([tests[name]["differences"] for tests in gat])])
     return markdown(rows)
+
+
+def burst_table(judged: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Returns a table of the bursts of attacks that detectors and baselines find at their own thresholds, over all
+    seeds, with the mean number of false events an hour.
+    """
+    rows = [["test folder", *judged, *BASELINES]]
+    for name in judged["GAT"][0]:
+        models = [[tests[name]["bursts"]["model"] for tests in several] for several in judged.values()]
+        baselines = [[tests[name]["bursts"][each] for tests in judged["GAT"]] for each in BASELINES]
+        rows.append([name, *map(bursts_found, [*models, *baselines])])
+    return markdown(rows)
+
+
+def bursts_found(several: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the share of the bursts that were found, and the mean of the false events an hour."""
+    found, bursts = (sum(each[name] for each in several) for name in ("bursts_found", "bursts"))
+    return f"{found:.0f} of {bursts} ({mean(each['false_events_per_hour'] for each in several):.0f})"
 
 
 def spread(values: Sequence[float]) -> str:

@@ -224,9 +224,10 @@ def judge(
         if rules is not None:
             scale = RuleScale.of(detector_scores.validation[~is_attack], detector.threshold.value)
             threshold = threshold_of(_raised(detector_scores, scale, rare))
-            # A broken check is flagged at any threshold. On the vehicles of training, checks find so many attacks that
-            # a threshold for the other windows would miss attacks on vehicles without checks.
-            scale = replace(scale, checked=threshold.value)
+            # On the vehicles of training, checks and jumps find so many attacks that a threshold for the other windows
+            # would miss attacks on other vehicles. So a broken check does not count for the threshold, which flags it
+            # anyway, and other vehicles are judged by the network's own threshold.
+            scale = replace(scale, chosen=threshold.value)
             detector = Detector(_raised(detector_scores, scale, rare), threshold)
         detectors[name] = detector
     judgement = judge_at(flat, split, detectors, own_baselines(flat, split, options), options.hold)

@@ -118,6 +118,7 @@ class RareWindows(NamedTuple):
 
     rarity: Floats  # [R] by the rules that know a tail of benign windows, and by new IDs
     is_broken: Bools  # [R] whether an ID breaks a counter or a checksum
+    is_foreign: Bools  # [R] whether the bus is another vehicle's, of whose values the rules know nothing
 
 
 _NO_TAIL: Final = Tail(0.0, 0.0, LEAST_SCALE)
@@ -191,15 +192,21 @@ class Rules:
 
     def window_rarities(self, flat: FlatGraphs, rows: Ints) -> Floats:
         """Returns the rarity [R, 6] of each window by each of `RULES`."""
-        if not len(rows):
-            return np.empty((0, len(RULES)))
-        return np.maximum.reduceat(self.rarities(flat, rows), np.cumsum(flat.num_ids[rows]) - flat.num_ids[rows])
+        return self._of_windows(self._values(flat, rows), flat.num_ids[rows])
 
     def windows(self, flat: FlatGraphs, rows: Ints) -> RareWindows:
         """Returns how rare windows [R] are by the rule that finds them rarest."""
-        rarities = self.window_rarities(flat, rows)
+        values = self._values(flat, rows)
+        rarities = self._of_windows(values, flat.num_ids[rows])
         is_broken = rarities == BROKEN
-        return RareWindows(np.where(is_broken, 0.0, rarities).max(axis=1), is_broken.any(axis=1))
+        rarity = np.where(is_broken, 0.0, rarities).max(axis=1)
+        return RareWindows(rarity, is_broken.any(axis=1), ~values.same_vehicle)
+
+    def _of_windows(self, values: _Values, num_ids: Ints) -> Floats:
+        """Returns the rarity [R, 6] of each window, for the number [R] of its nodes and absences."""
+        if not len(num_ids):
+            return np.empty((0, len(RULES)))
+        return np.maximum.reduceat(self._rarities(values), np.cumsum(num_ids) - num_ids)
 
     def plain(self) -> dict[str, Any]:
         """Returns the rules as strict JSON."""
@@ -268,7 +275,8 @@ class Rules:
         silence = flat.absent_silence[absences.positions] - self.longest_silence[index[absent]]
         counts = known[absent] & np.repeat(on_known_bus, absences.sizes)
         jump, word = self._jumps(flat, nodes, at)
-        same_vehicle = np.repeat(share > SAME_VEHICLE, nodes.sizes)
+        on_same_vehicle = share > SAME_VEHICLE
+        same_vehicle = np.repeat(on_same_vehicle, nodes.sizes)
         return _Values(
             nodes=nodes,
             absences=absences,
@@ -279,6 +287,7 @@ class Rules:
             word=word,
             broken=np.where(agrees & same_vehicle, self.checks[at] & flat.broken_checks[nodes.positions], np.uint64(0)),
             absent=_or_nothing(silence, counts),
+            same_vehicle=on_same_vehicle,
         )
 
     def _jumps(self, flat: FlatGraphs, nodes: Members, at: Ints) -> tuple[Floats, Ints]:
@@ -314,6 +323,7 @@ class _Values(NamedTuple):
     word: Ints  # [N] the word that jumps
     broken: NDArray[np.uint64]  # [N] the ID's checks that the node breaks
     absent: Floats  # [A]
+    same_vehicle: Bools  # [R]
 
     def of_windows(self, of_nodes: Floats, of_absences: Floats | None = None) -> Floats:
         """Returns the largest value of each window [R]."""
@@ -337,14 +347,16 @@ class RuleScale:
     """The place of rarities on the scale of a network's scores.
 
     Attributes:
-        threshold: Score of a window that is rarer than one in 10 ** `FLAGGED`.
+        threshold: The network's own threshold: score of a window that is rarer than one in 10 ** `FLAGGED`.
         decade: Difference of scores for ten times as few windows.
-        checked: Windows with a broken check have higher scores; None: the check does not raise them.
+        chosen: The threshold of the raised scores. Windows with a broken check have higher scores; on the bus of
+            another vehicle, where no rule finds an attack, a score at the network's own threshold becomes `chosen`.
+            None: no threshold is chosen yet.
     """
 
     threshold: float
     decade: float
-    checked: float | None = None
+    chosen: float | None = None
 
     @classmethod
     def of(cls, benign: Floats, threshold: float) -> Self:
@@ -359,9 +371,10 @@ class RuleScale:
         # Just above: a threshold flags what is above it.
         by_rule = np.where(rare.rarity >= FLAGGED, np.maximum(by_rule, np.nextafter(self.threshold, np.inf)), by_rule)
         raised: Floats = np.where(rare.rarity >= TOLD, np.maximum(score, by_rule), score)
-        if self.checked is None:
+        if self.chosen is None:
             return raised
-        by_check = max(self.checked + _BROKEN_DECADES * self.decade, np.nextafter(self.checked, np.inf))
+        raised = np.where(rare.is_foreign, raised + (self.chosen - self.threshold), raised)
+        by_check = max(self.chosen + _BROKEN_DECADES * self.decade, np.nextafter(self.chosen, np.inf))
         return np.where(rare.is_broken, np.maximum(raised, by_check), raised)
 
     def plain(self) -> dict[str, float | None]:

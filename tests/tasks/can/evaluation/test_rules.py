@@ -10,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 from can_train.errors import ConfigError
 from can_train_tasks.can.contributions import CHECKSUM, COUNTER, IDENTITY, JUMPS, PERIOD, PROPERTIES, SILENCE
 from can_train_tasks.can.data.behaviour import WORDS
-from can_train_tasks.can.data.graphs import Frames, GraphBuilder, Split
+from can_train_tasks.can.data.graphs import FlatGraphs, Frames, GraphBuilder, Split
 from can_train_tasks.can.data.payload_fields import CHECKS, CHECKSUM_BITS, crc8
 from can_train_tasks.can.evaluation.rules import (
     FLAGGED,
@@ -322,7 +322,7 @@ def test_the_senders_frame_after_a_forged_frame_breaks_nothing(checked_rules, tm
 
 def test_a_broken_check_is_flagged_at_the_threshold_of_the_raised_scores(checked_rules, tmp_path):
     drive = graphs_of(tmp_path / "drive", changed(protected(9), AT, 7, 1 << 4))
-    raised = RaisedScores(rules=checked_rules, scale=RuleScale(threshold=1.0, decade=0.5, checked=3.0))
+    raised = RaisedScores(rules=checked_rules, scale=RuleScale(threshold=1.0, decade=0.5, chosen=3.0))
     scores = raised(drive, np.arange(len(drive)), np.zeros(len(drive)))
     assert sorted(set(scores.tolist())) == [0.0, 3.5]
     again = RaisedScores(rules=checked_rules, scale=RuleScale(**json.loads(json.dumps(raised.scale.plain()))))
@@ -383,16 +383,34 @@ def test_one_benign_value_in_a_thousand_has_a_rarity_of_three():
 
 @given(arrays(np.float64, 30, elements=finite), arrays(np.float64, 30, elements=st.floats(0, 20)), finite)
 def test_a_rule_raises_scores_and_flags_exactly_what_is_rarer_than_one_in_a_million(score, rarity, threshold):
-    rare = RareWindows(rarity, np.zeros(len(rarity), np.bool_))
-    raised = RuleScale(threshold=threshold, decade=0.7).raised(score, rare)
+    nowhere = np.zeros(len(rarity), np.bool_)
+    raised = RuleScale(threshold=threshold, decade=0.7).raised(score, RareWindows(rarity, nowhere, nowhere))
     assert (raised >= score).all()
     assert np.array_equal(raised > threshold, (score > threshold) | (rarity >= FLAGGED))
     assert np.array_equal(raised[rarity < TOLD], score[rarity < TOLD])
 
 
 def test_a_window_as_rare_as_one_in_a_million_is_flagged():
-    scale = RuleScale(threshold=0.1, decade=0.7)
-    assert scale.raised(np.array([-5.0]), RareWindows(np.array([FLAGGED]), np.array([False]))) > scale.threshold
+    scale, nowhere = RuleScale(threshold=0.1, decade=0.7), np.array([False])
+    assert scale.raised(np.array([-5.0]), RareWindows(np.array([FLAGGED]), nowhere, nowhere)) > scale.threshold
+
+
+whole = st.integers(-1_000, 1_000).map(float)
+
+
+@given(arrays(np.float64, 30, elements=whole), arrays(np.bool_, 30), whole, whole)
+def test_another_vehicle_is_judged_by_the_threshold_of_the_network(score, is_foreign, own, chosen):
+    rare = RareWindows(np.zeros(30), np.zeros(30, np.bool_), is_foreign)
+    raised = RuleScale(threshold=own, decade=0.7, chosen=chosen).raised(score, rare)
+    assert np.array_equal(raised > chosen, np.where(is_foreign, score > own, score > chosen))
+    assert (np.diff(raised[is_foreign]) == np.diff(score[is_foreign])).all()
+
+
+def test_a_vehicle_whose_ids_training_has_not_seen_is_foreign(bus):
+    flat, rules, rows = bus
+    assert not rules.windows(flat, rows).is_foreign.any()
+    other = FlatGraphs(**{**vars(flat), "ids": flat.ids + 0x400})
+    assert rules.windows(other, rows).is_foreign.all()
 
 
 def test_a_fusion_agent_has_no_rules():
