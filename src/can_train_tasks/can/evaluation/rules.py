@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from can_train.errors import CheckpointError
 from can_train.fit.packing import Members, members
 from can_train_tasks.can.data.behaviour import BEHAVIOUR, PAIRS, WORDS
 from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
@@ -391,9 +392,17 @@ class RaisedScores:
 
     @classmethod
     def from_judgement(cls, judgement: Mapping[str, Any]) -> Self | None:
-        """Reads the rules from the judgement of a run; None for a run without rules."""
+        """Reads the rules from the judgement of a run; None for a run without rules.
+
+        Raises:
+            CheckpointError: Another version of can-train wrote the scale.
+        """
         if "rules" not in judgement or "rule_scale" not in judgement:
             return None
+        known = {field.name for field in fields(RuleScale)}
+        if unknown := ", ".join(sorted(judgement["rule_scale"].keys() - known)):
+            raise CheckpointError("The rules of the run are of another version of can-train",
+                                  value=f"rule_scale has {unknown}", remedy="Train anew")  # fmt: skip
         return cls(rules=Rules.from_plain(judgement["rules"]), scale=RuleScale(**judgement["rule_scale"]))
 
     def __call__(self, flat: FlatGraphs, rows: Ints, score: Floats) -> Floats:

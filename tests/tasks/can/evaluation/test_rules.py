@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from can_train.errors import ConfigError
+from can_train.errors import CheckpointError, ConfigError
 from can_train_tasks.can.contributions import CHECKSUM, COUNTER, IDENTITY, JUMPS, PERIOD, PROPERTIES, SILENCE
 from can_train_tasks.can.data.behaviour import WORDS
 from can_train_tasks.can.data.graphs import FlatGraphs, Frames, GraphBuilder, Split
@@ -327,6 +327,12 @@ def test_a_broken_check_is_flagged_at_the_threshold_of_the_raised_scores(checked
     assert sorted(set(scores.tolist())) == [0.0, 3.5]
     again = RaisedScores(rules=checked_rules, scale=RuleScale(**json.loads(json.dumps(raised.scale.plain()))))
     assert np.array_equal(again(drive, np.arange(len(drive)), np.zeros(len(drive))), scores)
+
+
+def test_rules_of_another_version_are_refused(checked_rules):
+    judgement = {"rules": checked_rules.plain(), "rule_scale": {"threshold": 1.0, "decade": 0.5, "slope": 2.0}}
+    with pytest.raises(CheckpointError, match="another version of can-train: rule_scale has slope"):
+        RaisedScores.from_judgement(judgement)
 
 
 def test_too_few_benign_windows_make_no_rules(bus):
