@@ -89,6 +89,18 @@ class WindowModel(ABC):
     def contributions(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Returns the contributions [I, P] of the properties of each CAN ID to the final scores of windows."""
 
+    def raised_scores(self, score: Floats, rows: Ints) -> Floats:
+        """Returns the model's scores [R] of the windows `rows`, raised by the rules."""
+        return score if self.raised is None else self.raised(self._flat, rows, score)
+
+    def with_rules(self, contributions: Tensor, rows: Ints) -> Tensor:
+        """Adds what the rules contribute to the contributions [I, P] of networks, on the CPU."""
+        contributions = with_rules(contributions)
+        if self.raised is not None:
+            added = torch.from_numpy(self.raised.contributions(self._flat, rows)).to(contributions)
+            contributions[:, _RULE_COLUMNS] += added
+        return contributions
+
     @property
     def rule_scale(self) -> RuleScale | None:
         """The place of the rules on the scale of the final scores; None for a model without rules."""
@@ -154,7 +166,9 @@ class FinishedNetwork(WindowModel):
 
     @property
     def threshold(self) -> float:
-        """Threshold of the model's run, which flags windows with higher scores."""
+        """The network's own threshold, which flags windows with higher scores where no rule raises these."""
+        if self.raised is not None:
+            return self.raised.scale.threshold
         return float(self.finished.result["judgement"]["threshold"])
 
     def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -166,11 +180,7 @@ class FinishedNetwork(WindowModel):
 
     def contributions(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Returns the contributions [I, P] of the network and of the rules to the final score, on the CPU."""
-        contributions = with_rules(self.network_contributions(model, rows, device, dtype).cpu())
-        if self.raised is not None:
-            added = torch.from_numpy(self.raised.contributions(self._flat, rows)).to(contributions)
-            contributions[:, _RULE_COLUMNS] += added
-        return contributions
+        return self.with_rules(self.network_contributions(model, rows, device, dtype).cpu(), rows)
 
     def network_contributions(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Returns contributions [I, P] to the logit difference or the anomaly score, without mixed precision.
@@ -187,8 +197,7 @@ class FinishedNetwork(WindowModel):
 
     def combine(self, scores: Floats, rows: Ints) -> Floats:
         """Returns the network's scores [R], raised by the rules."""
-        score = self.network_scores(scores)
-        return score if self.raised is None else self.raised(self._flat, rows, score)
+        return self.raised_scores(self.network_scores(scores), rows)
 
     def network_scores(self, scores: Floats) -> Floats:
         """Returns logit differences or anomaly scores, [R]."""

@@ -238,7 +238,7 @@ class CanModeSettings:
     kl_weight: float = 0.01
     """Weight of the KL divergence in the autoencoder's loss."""
     rules: bool = True
-    """Raise the network's scores by rules: a known ID is silent or late, a known bus has a new ID, a counter or a
+    """Raise the model's scores by rules: a known ID is silent or late, a known bus has a new ID, a counter or a
     checksum is wrong, or a value jumps."""
     baselines: bool = True
     """Compute the simple detectors that a result is compared with."""
@@ -311,8 +311,6 @@ class FusionSettings(CanModeSettings):
     """An agent (DQN) mixes an autoencoder's anomaly score and a classifier's attack probability."""
 
     name: str = "fusion"
-    rules: bool = False
-    """Always off: the agent mixes the scores of two networks alone."""
     autoencoder: str = ""
     """Folder of the run whose anomaly score is mixed in."""
     classifier: str = ""
@@ -332,9 +330,6 @@ class FusionSettings(CanModeSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rules:
-            raise ConfigError("A fusion agent mixes the scores of two networks, which no rule raises",
-                              value="mode.rules=true", remedy="Leave it out")  # fmt: skip
         check_range("mode.mixing_weights", self.mixing_weights, low=2, high=1001)
         check_range("mode.discount", self.discount, low=0.0, high=0.999)
         check_range("mode.epsilon_end", self.epsilon_end, low=0.0, high=1.0)

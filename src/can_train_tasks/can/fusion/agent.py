@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 import torch
@@ -24,10 +24,11 @@ from torch.nn import functional as F
 from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.errors import CheckpointError, ConfigError
 from can_train.task import Feature, Outputs
-from can_train_tasks.can.contributions import shares_of_windows, with_rules
+from can_train_tasks.can.contributions import shares_of_windows
 from can_train_tasks.can.data.dataset import CanData
 from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
 from can_train_tasks.can.evaluation.metrics import RECONSTRUCTION_TERMS
+from can_train_tasks.can.evaluation.rules import RaisedScores
 from can_train_tasks.can.fusion import mixing
 from can_train_tasks.can.losses import Losses, numpy_generator
 from can_train_tasks.can.modes.windows import WindowTask, check_classes
@@ -39,6 +40,9 @@ from can_train_tasks.can.reference_models import (
     WindowReferenceModel,
 )
 from can_train_tasks.can.settings import FusionAgentSettings
+
+if TYPE_CHECKING:
+    from can_train_tasks.can.evaluation.judging import ModelScores, Score
 
 # A right decision earns 1 + RIGHT_SHARE · confidence, a wrong decision -1 - WRONG_SHARE · confidence. So confidence
 # pays as soon as more than three in eight decisions are right.
@@ -362,6 +366,11 @@ class FusionTask(WindowTask):
         options = JudgingOptions.of(self._run, self._data, supervised=True)
         return judge_agent(score, self._data, self._problem.scores, self._problem.weights, options)
 
+    def _final_scores(self, score: Score, *role: str) -> ModelScores:
+        fused = super()._final_scores(score, *role)
+        test = {folder: mixing.log_odds(scores) for folder, scores in fused.test.items()}
+        return replace(fused, validation=mixing.log_odds(fused.validation), test=test)
+
 
 def _read(outputs: Outputs, rows: Ints, name: str) -> Floats:
     parts = np.split(rows, range(WINDOWS_PER_READ, len(rows), WINDOWS_PER_READ))
@@ -392,6 +401,7 @@ class FinishedFusion(WindowModel):
         self._autoencoder, self._classifier = networks[AUTOENCODER], networks[CLASSIFIER]
         self.vocabulary = self._classifier.vocabulary
         self._weights = mixing.mixing_weights(mode.mixing_weights)
+        self.raised = RaisedScores.from_judgement(finished.result.get("judgement", {}))
 
     @property
     def trained(self) -> nn.Module:
@@ -422,7 +432,9 @@ class FinishedFusion(WindowModel):
         return torch.from_numpy(np.column_stack([decisions, anomaly, attack, bounded]))
 
     def contributions(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns both models' contributions [I, P] as shares, weighted with the model's part of the fused score."""
+        """Returns both models' contributions [I, P] as shares, weighted with the model's part of the fused score, and
+        the contributions of the rules.
+        """
         assert isinstance(model, nn.ModuleDict)
         # The agent's weight is a number on the host: no gradient passes through its choice.
         with torch.no_grad():
@@ -435,8 +447,8 @@ class FinishedFusion(WindowModel):
             each = network.network_contributions(model[role], rows, device, dtype).double().cpu()
             window = torch.from_numpy(np.repeat(np.arange(len(rows)), self._flat.num_ids[rows]))
             found = found + shares_of_windows(each, window) * part[window][:, None]
-        return with_rules(found)
+        return self.with_rules(found, rows)
 
     def combine(self, scores: Floats, rows: Ints) -> Floats:
-        """Returns the fused scores [R]."""
-        return scores[:, mixing.FUSED]
+        """Returns the log odds [R] of the fused scores, raised by the rules."""
+        return self.raised_scores(mixing.log_odds(scores[:, mixing.FUSED]), rows)

@@ -20,7 +20,7 @@ from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints, Spl
 from can_train_tasks.can.evaluation.baselines import sample_by_class
 from can_train_tasks.can.evaluation.judging import FolderJudgement, Judgement, JudgingOptions, ModelScores, judge
 from can_train_tasks.can.evaluation.metrics import choose_threshold, detector_metrics
-from can_train_tasks.can.fusion.mixing import FUSED, WEIGHT, WindowScores, logistic
+from can_train_tasks.can.fusion.mixing import FUSED, WEIGHT, WindowScores, log_odds, logistic
 
 BEST_MIX: Final = "best_mix"  # name of the constant mix whose weight is the best on validation
 EVEN_WEIGHT: Final = 0.5
@@ -160,16 +160,17 @@ def judge_agent(
         DataError: Validation allows no threshold.
     """
     flat, split = data.flat, data.split
-    validation = score(split.validation)[:, FUSED]
+    validation = log_odds(score(split.validation)[:, FUSED])
     test = {folder: score(rows) for folder, rows in split.test.items()}
-    agent = ModelScores(validation=validation, test={folder: columns[:, FUSED] for folder, columns in test.items()})
+    fused = {folder: log_odds(columns[:, FUSED]) for folder, columns in test.items()}
+    agent = ModelScores(validation=validation, test=fused)
     constant = constant_mixes(table, flat, split, weights, options.validation_fpr)
     fitted = fitted_mixes(table, flat, split.train, options.seed) if options.baselines else {}
     mixes = {**constant.mixes, **fitted}
     references = {
         name: ModelScores(
-            validation=mix.score(table, split.validation),
-            test={folder: mix.score(table, rows) for folder, rows in split.test.items()},
+            validation=log_odds(mix.score(table, split.validation)),
+            test={folder: log_odds(mix.score(table, rows)) for folder, rows in split.test.items()},
         )
         for name, mix in mixes.items()
     }

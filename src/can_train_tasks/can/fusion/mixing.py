@@ -75,6 +75,15 @@ def logistic(logit_difference: Floats) -> Floats:
     return probability
 
 
+def log_odds(probability: Floats) -> Floats:
+    """Returns the logit differences of probabilities [R], also of 0 and 1: finite, in the same order."""
+    # Rules raise a score by a multiple of its spread, which a score between 0 and 1 has no room for.
+    least = np.finfo(np.float64).epsneg
+    bounded = np.clip(probability, least, 1 - least)
+    odds: Floats = np.log(bounded) - np.log1p(-bounded)
+    return odds
+
+
 def bounded_errors(errors: Floats, units: Sequence[float]) -> Floats:
     """Maps error terms e [R, 3] to e / (e + unit), in [0, 1]; the mean of benign validation windows becomes 0.5."""
     bounded: Floats = errors / (errors + np.asarray(units))

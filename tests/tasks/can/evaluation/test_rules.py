@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from can_train.errors import CheckpointError, ConfigError
+from can_train.errors import CheckpointError
 from can_train_tasks.can.contributions import CHECKSUM, COUNTER, IDENTITY, JUMPS, PERIOD, PROPERTIES, SILENCE
 from can_train_tasks.can.data.behaviour import WORDS
 from can_train_tasks.can.data.graphs import FlatGraphs, Frames, GraphBuilder, Split
@@ -27,7 +27,6 @@ from can_train_tasks.can.evaluation.rules import (
     learned_notes,
 )
 from can_train_tasks.can.reference_models import _RULE_COLUMNS
-from can_train_tasks.can.settings import FusionSettings
 from fakes.random_bus import cached_graphs
 from fakes.silenced_bus import SILENCED, SILENT_S, WINDOW, bus_frames, silenced_graphs
 
@@ -417,8 +416,3 @@ def test_a_vehicle_whose_ids_training_has_not_seen_is_foreign(bus):
     assert not rules.windows(flat, rows).is_foreign.any()
     other = FlatGraphs(**{**vars(flat), "ids": flat.ids + 0x400})
     assert rules.windows(other, rows).is_foreign.all()
-
-
-def test_a_fusion_agent_has_no_rules():
-    with pytest.raises(ConfigError, match=r"mode\.rules"):
-        FusionSettings(rules=True)

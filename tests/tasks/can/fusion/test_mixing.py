@@ -14,6 +14,8 @@ from can_train_tasks.can.fusion.mixing import (
     bounded_anomaly,
     bounded_errors,
     confidence,
+    log_odds,
+    logistic,
     mixing_weights,
     next_windows,
 )
@@ -45,6 +47,14 @@ def test_both_scores_have_their_threshold_in_the_middle(threshold: float) -> Non
 def test_without_a_shift_the_probability_is_the_softmax_of_the_logits() -> None:
     difference = np.linspace(-30, 30, 61)
     np.testing.assert_allclose(attack_probability(difference, 0.0), 1 / (1 + np.exp(-difference)), atol=1e-15)
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_log_odds_are_finite_and_keep_the_order(one: float, other: float) -> None:
+    low, high = log_odds(np.sort(np.array([one, other])))
+    assert np.isfinite([low, high]).all()
+    assert low <= high
+    assert logistic(np.array([low]))[0] == pytest.approx(min(one, other), abs=1e-12)
 
 
 def test_a_threshold_of_zero_flags_whatever_is_above_it() -> None:
