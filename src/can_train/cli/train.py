@@ -253,8 +253,8 @@ def _train_runs(runs: Sequence["ResolvedRun"], ranks: "Ranks", verbosity: Verbos
     from can_train.runs.sweep_runs import describe_sweep
 
     failed, places = [], describe_sweep([run.config for run in runs]) if len(runs) > 1 else [SweepRun()]
-    more = f"show {places[0].name}"
-    with RunPrinter(verbosity, as_json=as_json, of_several=len(runs) > 1, more=more) as printer:
+    more = f"show {places[0].name}" if len(runs) > 1 else ""
+    with RunPrinter(verbosity, as_json=as_json, more=more) as printer:
         for number, run in enumerate(runs, start=1):
             if len(runs) > 1 and verbosity != Verbosity.QUIET:
                 output.print_aside(f"run {number} of {len(runs)}: {_title(run, runs)}")
@@ -376,7 +376,7 @@ def _train_trials(planned: "PlannedSearch", verbosity: Verbosity, *, as_json: bo
 
     planned.make()
     more = f"compare {planned.search.name}"
-    several = RunPrinter(verbosity, as_json=as_json, of_several=True, more=more)
+    several = RunPrinter(verbosity, as_json=as_json, more=more)
     with launched_ranks(planned.base.device, verbosity) as ranks, several as printer, _search_goes_on(verbosity):
         for number, folder in unfinished(planned).items():
             goes_on = partial(_continue, folder, output.make_reporter(verbosity), StopRequests(), lambda _: ranks)
@@ -756,17 +756,20 @@ class RunPrinter:
     Attributes:
         verbosity: How much is printed.
         as_json: Whether standard output is for JSON alone.
-        of_several: Whether there are several runs.
-        more: Command that shows several runs; a single run is shown by its own name.
+        more: Command that shows several runs; empty for a single run, which is shown by its own name.
         folder: Folder of the run that is being trained.
     """
 
     verbosity: Verbosity
     as_json: bool
-    of_several: bool = False
     more: str = ""
     folder: "RunFolder | None" = None
     _objects: list[Any] = field(default_factory=list)
+
+    @property
+    def of_several(self) -> bool:
+        """Whether there are several runs."""
+        return bool(self.more)
 
     def print(self, attempt: Callable[[], "Outcome | None"], folder: "RunFolder | None" = None) -> None:
         """Trains a run by a call of `attempt`, and prints its outcome; `folder` is there if it is not a new run."""

@@ -106,7 +106,7 @@ def _with_absences(nodes: Tensor, overdue: Tensor, batch: GraphBatch) -> Tensor:
     return torch.cat([nodes, absences])[order]
 
 
-def with_rules(contributions: Tensor) -> Tensor:
+def with_rule_columns(contributions: Tensor) -> Tensor:
     """Adds the columns of the rules, with zeros, to a network's contributions [I, P]: [I, columns of `PROPERTIES`]."""
     return functional.pad(contributions, (0, len(PROPERTIES) - len(NETWORK_PROPERTIES)))
 

@@ -33,7 +33,7 @@ from can_train_tasks.can.contributions import (
     SILENCE,
     autoencoder_contributions,
     classifier_contributions,
-    with_rules,
+    with_rule_columns,
 )
 from can_train_tasks.can.data.batches import GRAPH_FEATURES, Gatherer
 from can_train_tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, FlatGraphs, Floats, Ints
@@ -68,13 +68,14 @@ class WindowModel(ABC):
     """
 
     error_units: list[float] | None = None
-    raised: RaisedScores | None = None
+    raised: RaisedScores | None
     vocabulary: Ints
 
     def __init__(self, finished: FinishedModel, flat: FlatGraphs, model: nn.Module) -> None:
         self.finished = finished
         self.model = model.eval().requires_grad_(False)
         self._flat = flat
+        self.raised = RaisedScores.from_judgement(finished.result.get("judgement", {}))
 
     @property
     def trained(self) -> nn.Module:
@@ -95,7 +96,7 @@ class WindowModel(ABC):
 
     def with_rules(self, contributions: Tensor, rows: Ints) -> Tensor:
         """Adds what the rules contribute to the contributions [I, P] of networks, on the CPU."""
-        contributions = with_rules(contributions)
+        contributions = with_rule_columns(contributions)
         if self.raised is not None:
             added = torch.from_numpy(self.raised.contributions(self._flat, rows)).to(contributions)
             contributions[:, _RULE_COLUMNS] += added
@@ -153,10 +154,8 @@ class FinishedNetwork(WindowModel):
         self._full_precision = full_precision
         self._gather = Gatherer(flat)
         self.vocabulary = np.asarray(weights["inputs.vocabulary"])
-        judgement = finished.result.get("judgement", {})
         if not self._supervised:
-            self.error_units = judgement.get("error_units")
-        self.raised = RaisedScores.from_judgement(judgement)
+            self.error_units = finished.result.get("judgement", {}).get("error_units")
 
     def on(self, flat: FlatGraphs) -> Self:
         """Returns the same model, with the same network, on other windows."""

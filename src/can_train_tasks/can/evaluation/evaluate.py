@@ -46,11 +46,11 @@ from can_train_tasks.can.evaluation.bursts import USUAL_HOLD
 from can_train_tasks.can.evaluation.calibration import BenignScores, Calibration, calibrate_logs, calibration_notes
 from can_train_tasks.can.evaluation.metrics import Threshold
 from can_train_tasks.can.evaluation.options import AlarmRule, EvaluationOptions, Hold
-from can_train_tasks.can.evaluation.rules import RaisedScores
+from can_train_tasks.can.evaluation.rules import RuleScale
 from can_train_tasks.can.evaluation.scored_windows import log_ranks, window_columns, windows_of
 from can_train_tasks.can.fusion.agent import FinishedFusion
 from can_train_tasks.can.fusion.mixes import BEST_MIX, mix_from_plain, with_choices
-from can_train_tasks.can.fusion.mixing import WEIGHT, WindowScores, log_odds
+from can_train_tasks.can.fusion.mixing import WEIGHT, WindowScores, as_log_odds
 from can_train_tasks.can.inputs import new_id_gaps, new_id_notes
 from can_train_tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
 from can_train_tasks.can.settings import CanDatasetSettings, FusionAgentSettings, VgaeSettings
@@ -181,7 +181,8 @@ class WindowEvaluation(Evaluation):
             for role, record in self._result["references"].items():
                 with self._absent_on_error(role):
                     # The threshold and the units come from the result of the student's run, as at the end of that run.
-                    finished = replace(load_model(role), result={"judgement": self._with_rules(record)})
+                    known = {**record, **{name: self._result[name] for name in ("rules",) if name in self._result}}
+                    finished = replace(load_model(role), result={"judgement": known})
                     self._references[role] = FinishedNetwork(finished, data.flat, full_precision=True)
 
     def call_model(self, rows: Ints) -> None:
@@ -396,23 +397,17 @@ class WindowEvaluation(Evaluation):
             folder: WindowScores(anomaly=columns[:, -5], attack=columns[:, -4], errors=columns[:, -3:])
             for folder, columns in raw.items()
         }
+        flat, raised, parts = self._data.flat, self._model.raised, {"": self._rows[:0], **self._data.split.test}
+        # One look at the windows for all mixes.
+        rare = {} if raised is None else {part: raised.rules.windows(flat, rows) for part, rows in parts.items()}
         scores = {}
         for name, plain in self._result["mixing"]["mixes"].items():
-            mix = mix_from_plain(plain)
-            rules = RaisedScores.from_judgement(self._with_rules(self._result["references"][name]))
-            test = {
-                folder: log_odds(mix.score(table, np.arange(len(table.anomaly)))) for folder, table in tables.items()
-            }
-            if rules is not None:
-                split = self._data.split.test
-                test = {folder: rules(self._data.flat, split[folder], score) for folder, score in test.items()}
-            scores[name] = judging.ModelScores(validation=np.empty(0), test=test,
-                                               rule_scale=None if rules is None else rules.scale)  # fmt: skip
+            mix, record = mix_from_plain(plain), self._result["references"][name]
+            test = {folder: mix.score(table, np.arange(len(table.anomaly))) for folder, table in tables.items()}
+            scores[name] = as_log_odds(judging.ModelScores(validation=np.empty(0), test=test))
+            if raised is not None:
+                scores[name] = judging.raised(scores[name], RuleScale.from_plain(record["rule_scale"]), rare)
         return scores
-
-    def _with_rules(self, record: judging.ThresholdRecord) -> dict[str, Any]:
-        """Adds the run's rules to the record of a reference, which has their place on its scale."""
-        return {**record, **{name: self._result[name] for name in ("rules",) if name in self._result}}
 
     def _complete(self, judgement: judging.Judgement, raw: FolderScores, timed: judging.TimedScore) -> dict[str, Any]:
         """Adds to a judgement a student's sizes and speeds, or the weights that an agent chose."""

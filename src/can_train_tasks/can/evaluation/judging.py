@@ -223,12 +223,12 @@ def judge(
         detector = Detector(detector_scores, threshold_of(detector_scores))
         if rules is not None:
             scale = RuleScale.of(detector_scores.validation[~is_attack], detector.threshold.value)
-            threshold = threshold_of(_raised(detector_scores, scale, rare))
+            threshold = threshold_of(raised(detector_scores, scale, rare))
             # On the vehicles of training, checks and jumps find so many attacks that a threshold for the other windows
             # would miss attacks on other vehicles. So a broken check does not count for the threshold, which flags it
             # anyway, and other vehicles are judged by the network's own threshold.
             scale = replace(scale, chosen=threshold.value)
-            detector = Detector(_raised(detector_scores, scale, rare), threshold)
+            detector = Detector(raised(detector_scores, scale, rare), threshold)
         detectors[name] = detector
     judgement = judge_at(flat, split, detectors, own_baselines(flat, split, options), options.hold)
     judgement["rare_ids"] = rare_ids(flat, split.train)
@@ -245,7 +245,7 @@ def judge(
     return judgement
 
 
-def _raised(scores: ModelScores, scale: RuleScale, rare: Mapping[str, RareWindows]) -> ModelScores:
+def raised(scores: ModelScores, scale: RuleScale, rare: Mapping[str, RareWindows]) -> ModelScores:
     """Raises a network's scores of the windows of validation ("") and of each test folder."""
     return replace(
         scores,

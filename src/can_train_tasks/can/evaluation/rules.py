@@ -193,18 +193,19 @@ class Rules:
 
     def window_rarities(self, flat: FlatGraphs, rows: Ints) -> Floats:
         """Returns the rarity [R, 6] of each window by each of `RULES`."""
-        return self._of_windows(self._values(flat, rows), flat.num_ids[rows])
+        return self._of_windows(self._values(flat, rows))
 
     def windows(self, flat: FlatGraphs, rows: Ints) -> RareWindows:
         """Returns how rare windows [R] are by the rule that finds them rarest."""
         values = self._values(flat, rows)
-        rarities = self._of_windows(values, flat.num_ids[rows])
+        rarities = self._of_windows(values)
         is_broken = rarities == BROKEN
         rarity = np.where(is_broken, 0.0, rarities).max(axis=1)
         return RareWindows(rarity, is_broken.any(axis=1), ~values.same_vehicle)
 
-    def _of_windows(self, values: _Values, num_ids: Ints) -> Floats:
-        """Returns the rarity [R, 6] of each window, for the number [R] of its nodes and absences."""
+    def _of_windows(self, values: _Values) -> Floats:
+        """Returns the rarity [R, 6] of each window."""
+        num_ids = values.nodes.sizes + values.absences.sizes
         if not len(num_ids):
             return np.empty((0, len(RULES)))
         return np.maximum.reduceat(self._rarities(values), np.cumsum(num_ids) - num_ids)
@@ -382,6 +383,18 @@ class RuleScale:
         """Returns the scale as strict JSON."""
         return dict(vars(self))
 
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
+        """Reads what `plain` wrote.
+
+        Raises:
+            CheckpointError: Another version of can-train wrote it.
+        """
+        if unknown := ", ".join(sorted(plain.keys() - {field.name for field in fields(cls)})):
+            raise CheckpointError("The rules of the run are of another version of can-train",
+                                  value=f"rule_scale has {unknown}", remedy="Train anew")  # fmt: skip
+        return cls(**plain)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RaisedScores:
@@ -399,11 +412,8 @@ class RaisedScores:
         """
         if "rules" not in judgement or "rule_scale" not in judgement:
             return None
-        known = {field.name for field in fields(RuleScale)}
-        if unknown := ", ".join(sorted(judgement["rule_scale"].keys() - known)):
-            raise CheckpointError("The rules of the run are of another version of can-train",
-                                  value=f"rule_scale has {unknown}", remedy="Train anew")  # fmt: skip
-        return cls(rules=Rules.from_plain(judgement["rules"]), scale=RuleScale(**judgement["rule_scale"]))
+        scale = RuleScale.from_plain(judgement["rule_scale"])
+        return cls(rules=Rules.from_plain(judgement["rules"]), scale=scale)
 
     def __call__(self, flat: FlatGraphs, rows: Ints, score: Floats) -> Floats:
         """Raises the network's scores [R] of windows that a rule finds rare."""
@@ -502,7 +512,7 @@ class _Undisturbed(NamedTuple):
 def _steady_jumps(
     flat: FlatGraphs, train: _Undisturbed, validation: _Undisturbed, parts: tuple[Ints, int], num_ids: int
 ) -> Floats:
-    """Returns `Rules.largest_jump` from benign windows; `parts` are those of the windows of training."""
+    """Returns `Rules.largest_jump` from benign windows; `parts` has the part of each window of training."""
     part, num_parts = parts
     maxima, moves = _jumps_by_part(flat, train, part[train.window] * num_ids + train.at, num_parts, num_ids)
     there = maxima >= 0

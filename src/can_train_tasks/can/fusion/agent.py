@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -28,7 +28,6 @@ from can_train_tasks.can.contributions import shares_of_windows
 from can_train_tasks.can.data.dataset import CanData
 from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
 from can_train_tasks.can.evaluation.metrics import RECONSTRUCTION_TERMS
-from can_train_tasks.can.evaluation.rules import RaisedScores
 from can_train_tasks.can.fusion import mixing
 from can_train_tasks.can.losses import Losses, numpy_generator
 from can_train_tasks.can.modes.windows import WindowTask, check_classes
@@ -367,9 +366,7 @@ class FusionTask(WindowTask):
         return judge_agent(score, self._data, self._problem.scores, self._problem.weights, options)
 
     def _final_scores(self, score: Score, *role: str) -> ModelScores:
-        fused = super()._final_scores(score, *role)
-        test = {folder: mixing.log_odds(scores) for folder, scores in fused.test.items()}
-        return replace(fused, validation=mixing.log_odds(fused.validation), test=test)
+        return mixing.as_log_odds(super()._final_scores(score, *role))
 
 
 def _read(outputs: Outputs, rows: Ints, name: str) -> Floats:
@@ -401,7 +398,6 @@ class FinishedFusion(WindowModel):
         self._autoencoder, self._classifier = networks[AUTOENCODER], networks[CLASSIFIER]
         self.vocabulary = self._classifier.vocabulary
         self._weights = mixing.mixing_weights(mode.mixing_weights)
-        self.raised = RaisedScores.from_judgement(finished.result.get("judgement", {}))
 
     @property
     def trained(self) -> nn.Module:

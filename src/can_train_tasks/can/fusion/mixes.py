@@ -20,7 +20,7 @@ from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints, Spl
 from can_train_tasks.can.evaluation.baselines import sample_by_class
 from can_train_tasks.can.evaluation.judging import FolderJudgement, Judgement, JudgingOptions, ModelScores, judge
 from can_train_tasks.can.evaluation.metrics import choose_threshold, detector_metrics
-from can_train_tasks.can.fusion.mixing import FUSED, WEIGHT, WindowScores, log_odds, logistic
+from can_train_tasks.can.fusion.mixing import FUSED, WEIGHT, WindowScores, as_log_odds, logistic
 
 BEST_MIX: Final = "best_mix"  # name of the constant mix whose weight is the best on validation
 EVEN_WEIGHT: Final = 0.5
@@ -160,21 +160,17 @@ def judge_agent(
         DataError: Validation allows no threshold.
     """
     flat, split = data.flat, data.split
-    validation = log_odds(score(split.validation)[:, FUSED])
+    validation = score(split.validation)[:, FUSED]
     test = {folder: score(rows) for folder, rows in split.test.items()}
-    fused = {folder: log_odds(columns[:, FUSED]) for folder, columns in test.items()}
-    agent = ModelScores(validation=validation, test=fused)
+    agent = ModelScores(validation=validation, test={folder: columns[:, FUSED] for folder, columns in test.items()})
     constant = constant_mixes(table, flat, split, weights, options.validation_fpr)
     fitted = fitted_mixes(table, flat, split.train, options.seed) if options.baselines else {}
     mixes = {**constant.mixes, **fitted}
-    references = {
-        name: ModelScores(
-            validation=log_odds(mix.score(table, split.validation)),
-            test={folder: log_odds(mix.score(table, rows)) for folder, rows in split.test.items()},
-        )
-        for name, mix in mixes.items()
-    }
-    judgement = judge(flat, split, agent, options, references)
+    references = {}
+    for name, mix in mixes.items():
+        test_scores = {folder: mix.score(table, rows) for folder, rows in split.test.items()}
+        references[name] = as_log_odds(ModelScores(validation=mix.score(table, split.validation), test=test_scores))
+    judgement = judge(flat, split, as_log_odds(agent), options, references)
     judgement["absent"] |= constant.absent
     mixing = {BEST_MIX: constant.best_weight, "mixes": {name: mix.plain() for name, mix in mixes.items()}}
     return with_choices(judgement, mixing, {folder: columns[:, WEIGHT] for folder, columns in test.items()})

@@ -3,14 +3,19 @@
 Shapes: G windows of a data set, R rows (windows).
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from can_train_tasks.can.data.graphs import Floats, Ints
+
+if TYPE_CHECKING:
+    from can_train_tasks.can.evaluation.judging import ModelScores
 
 # Numbers of a window that the agent sees: anomaly score, attack probability, the confidence of both, and the node, edge
 # and latent error of the autoencoder.
@@ -82,6 +87,12 @@ def log_odds(probability: Floats) -> Floats:
     bounded = np.clip(probability, least, 1 - least)
     odds: Floats = np.log(bounded) - np.log1p(-bounded)
     return odds
+
+
+def as_log_odds(scores: ModelScores) -> ModelScores:
+    """Returns scores in [0, 1] as log odds."""
+    test = {folder: log_odds(score) for folder, score in scores.test.items()}
+    return replace(scores, validation=log_odds(scores.validation), test=test)
 
 
 def bounded_errors(errors: Floats, units: Sequence[float]) -> Floats:
