@@ -305,3 +305,11 @@ def test_the_last_line_is_the_trainings_own() -> None:
     log = "note: a\nerror: b\n\nsrun: error: n1: task 0: Exited with exit code 2\nslurmstepd: error: x\ncan-train: y\n"
     assert last_error_line(log) == "error: b"
     assert last_error_line("") == ""
+
+
+def test_a_failed_line_of_setup_is_named_with_the_error_that_it_printed() -> None:
+    ended = "error: cluster.setup ended with exit status 1: source /sw/init"
+    assert error_in_words(f"loading\n/sw/init: Stale file handle\n{ended}\n") == (
+        f"{ended}; it printed: /sw/init: Stale file handle"
+    )
+    assert error_in_words(f"OSError: of an earlier attempt\nloading\n{ended}\n") == ended

@@ -163,6 +163,16 @@ def test_a_job_that_cannot_ask_slurm_says_that_its_run_does_not_start_again(
     )
 
 
+def test_a_job_waits_for_a_controller_that_is_started_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = EndedJob(tmp_path, monkeypatch)
+    squeue, asked = tmp_path / "squeue", tmp_path / "asked"
+    squeue.write_text(squeue.read_text().replace("\n", f"\n[ -e {asked} ] || {{ : > {asked}; exit 1; }}\n", 1))
+    (tmp_path / "sbatch").symlink_to(tmp_path / "scontrol")
+    monkeypatch.setattr("can_train.slurm.job._CONTROLLER_LOOK_S", 0.0)
+    assert job.after(137) == "a killed process: put back into the queue"
+    assert job.is_requeued
+
+
 def test_a_run_that_cannot_be_submitted_again_says_so_in_its_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

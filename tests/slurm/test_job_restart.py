@@ -205,6 +205,7 @@ def test_submissions_for_memory_count_since_a_person_submitted_last(reasons: lis
         ("Failed to initialize NVML: Driver/library version mismatch", True),
         ("OSError: [Errno 116] Stale file handle: '/data/x'", True),
         ("OSError: [Errno 5] Input/output error", True),
+        ("error: cluster.setup ended with exit status 1: ls; it printed: ls: /scratch: Stale file handle", True),
         ("RuntimeError: CUDA error: an illegal memory access was encountered", False),
         ("ValueError: expected 3 channels", False),
         ("OSError: [Errno 28] No space left on device", False),

@@ -25,7 +25,7 @@ from can_train.runs.attempts import AttemptEnd, Attempts, SlurmContext, StopRequ
 from can_train.runs.registry import JobRecord, Registry, RetryRecord, RunRecord
 from can_train.runs.run_folder import RunFolder, place_in_sweep
 from can_train.runs.run_state import HOST_OOM, error_in_words, log_causes
-from can_train.runs.scheduler import NoControllerError
+from can_train.runs.scheduler import NoControllerError, QueueRow
 from can_train.runs.status import read_tail
 from can_train.slurm import client
 
@@ -444,6 +444,9 @@ _PLACEHOLDER: Final = re.compile(r"\{(\w+)\}")
 _REGISTRATION_WAIT_S: Final = 10.0
 """Wait in seconds: a job may fail before the submitting process has entered it into the registry."""
 _LOOK_INTERVAL_S: Final = 0.5
+_CONTROLLER_WAIT_S: Final = 300.0
+"""Wait in seconds for a controller that is started anew: without it no run can start again."""
+_CONTROLLER_LOOK_S: Final = 5.0
 
 _MESSAGES: Final = {
     "killed": "A process was killed (SIGKILL)",
@@ -557,13 +560,17 @@ def _after_run(
     log = read_tail(Path(ended.job.log_path))
     host_oom = host_memory_ran_out(ended.slurm_job, log)
     ending = infer_ending(ended.end.ending if ended.end else "", status=status, host_oom=host_oom)
-    decision = decide_restart(_outcome(ended, ending, log), ended.settings)
+    fault = ended.fault_of_node(log) if ending == "failed" else ""
     is_running, silence = False, ""
     try:
-        row = client.query_own_job(ended.slurm_job)
+        # Before its nodes are asked for.
+        row = (
+            _query_patiently(ended.slurm_job) if fault or ending != "failed" else client.query_own_job(ended.slurm_job)
+        )
         is_running = row is not None and row.state == "RUNNING"
     except NoControllerError as error:
         silence = error.value
+    decision = decide_restart(_outcome(ended, ending, fault), ended.settings)
     why = error_in_words(log, f"exit status {status}")
     # SLURM knows why it ends a job. If it loses a node, srun fails, and the training there may still go on.
     if is_running or ended.end or ending != "failed":
@@ -592,6 +599,22 @@ def _after_run(
         return _record_failed_restart(ended, ending, _not_submitted_again(silence))
     told = again(ended, ending, decision) if ended.claim_retry() else ""
     return "\n".join(filter(None, [told, *_retry_earlier(ended, again)])) if ending == "failed" else told
+
+
+def _query_patiently(job: JobId) -> QueueRow | None:
+    """Asks about the job around this process; waits for a controller that is started anew.
+
+    Raises:
+        NoControllerError: SLURM does not answer for minutes, or its programs are missing.
+    """
+    until = time.monotonic() + _CONTROLLER_WAIT_S
+    while True:
+        try:
+            return client.query_own_job(job)
+        except NoControllerError:
+            if time.monotonic() > until or not client.is_installed():
+                raise
+        time.sleep(_CONTROLLER_LOOK_S)
 
 
 def _submit_again(
@@ -706,9 +729,8 @@ def host_memory_ran_out(job: JobId, log: str) -> bool:
     return any(step.state == "OUT_OF_MEMORY" for row in rows[-1:] for step in row.steps)
 
 
-def _outcome(ended: _EndedJob, ending: str, log: str) -> JobOutcome:
+def _outcome(ended: _EndedJob, ending: str, fault: str) -> JobOutcome:
     details: Mapping[str, Any] = ended.end.details if ended.end and ending == "gpu_oom" else {}
-    fault = ended.fault_of_node(log) if ending == "failed" else ""
     nodes: list[client.Node] = []
     if ending in ("host_oom", "gpu_oom") or fault:
         name = os.environ.get("SLURM_JOB_PARTITION", "")
