@@ -222,6 +222,21 @@ def test_what_is_left_of_a_job_that_was_started_again_changes_nothing(
     assert (job.ending, (tmp_path / "calls").exists()) == ("", False)
 
 
+def test_a_job_that_comes_back_and_ends_before_it_trains_is_not_taken_for_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = EndedJob(tmp_path, monkeypatch)
+    end(job.path, "terminated")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    (job.path / "log.out").write_text("error: cluster.setup ended with exit status 2: ls /scratch\n")
+    assert job.after(2) == ""
+    (found,) = job.runs.look()
+    assert str(found.state) == "failed: error: cluster.setup ended with exit status 2: ls /scratch"
+    # The attempts before the submission of another job are earlier ones, too.
+    another = Attempts(job.path, SlurmContext(job=slurm_job("8")))
+    assert (another.is_superseded(since=utc_now()), another.is_superseded()) == (False, True)
+
+
 @pytest.mark.parametrize(("state", "ending"), [("RUNNING", "failed"), ("PENDING", "")])
 def test_a_job_whose_node_slurm_has_lost_has_not_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, ending: str
@@ -247,7 +262,9 @@ def test_runs_that_share_a_job_end_each_by_itself_and_the_job_goes_back_once(
     end(others[1], "time_limit")
     assert job.after(140) == "the time limit: put back into the queue"
     assert job.calls.count("scontrol requeue 7") == 1
-    # What a requeue does not mend is over.
+    # What a requeue does not mend is over. A preempted run is not.
+    end(others[1], "terminated")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     over = [_is_over(RunFolder(path)) for path in (job.path, *others)]
     assert over == [False, True, False]
 

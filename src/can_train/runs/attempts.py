@@ -202,10 +202,22 @@ class Attempts:
         ends = [self.end(attempt) for attempt in attempts[:-1]]
         return sum(end is not None and end.ending in RESTARTED for end in ends)
 
-    def is_superseded(self) -> bool:
-        """Returns whether a later job has the run: this process must stop training."""
-        current = self._current or self._last_in(self._context) or 0
-        return any(self._is_in_other_job(start) for start in self.starts(after=current))
+    def is_superseded(self, *, since: str = "") -> bool:
+        """Returns whether a later job has the run: this process must stop training.
+
+        Args:
+            since: Time of the submission of this job, which may have begun no attempt: attempts of other jobs before
+                that time are earlier ones.
+        """
+        current = self._current or self._last_in(self._context)
+        if current is not None:
+            return any(self._is_in_other_job(start) for start in self.starts(after=current))
+        return any(self._is_in_other_job(start) and self._is_later(start, since) for start in self.starts())
+
+    def _is_later(self, start: AttemptStart, since: str) -> bool:
+        if start.slurm_job == self._context.job:
+            return start.restarts > self._context.restarts
+        return start.start_time > since
 
     def supersedes(self, earlier: AttemptStart) -> bool:
         """Returns whether this attempt takes the run from an earlier attempt: this one is in a job, and the earlier one

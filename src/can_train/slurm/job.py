@@ -121,7 +121,9 @@ def _is_over(folder: RunFolder) -> bool:
     if not (starts := folder.attempts.starts()):
         return False
     end = folder.attempts.end(starts[-1].attempt)
-    return folder.attempts.is_superseded() or (end is not None and end.ending not in attempts.RESTARTED)
+    # Of a job that is here again, SIGTERM was no wish of a person: SLURM preempted it.
+    returns = (*attempts.RESTARTED, "terminated")
+    return folder.attempts.is_superseded() or (end is not None and end.ending not in returns)
 
 
 def _return_to_queue(folder: RunFolder, stops: StopRequests) -> None:
@@ -555,7 +557,7 @@ def _after_run(
     if ended.end and ended.end.ending == "finished":
         return notify(ended.folder, ended.settings, "finished", label=place_in_sweep(ended.run, ended.folder).label)
     # SLURM gave up the node, and started the job elsewhere: a requeue would stop the job there.
-    if ended.attempts.is_superseded():
+    if ended.attempts.is_superseded(since=ended.job.time):
         return ""
     log = read_tail(Path(ended.job.log_path))
     host_oom = host_memory_ran_out(ended.slurm_job, log)
