@@ -237,6 +237,20 @@ def test_a_job_that_comes_back_and_ends_before_it_trains_is_not_taken_for_an_ear
     assert (another.is_superseded(since=utc_now()), another.is_superseded()) == (False, True)
 
 
+def test_a_finished_run_whose_job_comes_back_to_a_broken_node_stays_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = EndedJob(tmp_path, monkeypatch)
+    end(job.path, "terminated")
+    (job.path / "result.json").write_text('{"epochs": 1}')
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    (job.path / "log.out").write_text(
+        "error: cluster.setup ended with exit status 2: ls; it printed: ls: /scratch: Stale file handle\n"
+    )
+    assert job.after(2) == ""
+    assert ([*(job.path / "attempts").glob("0002-*")], (tmp_path / "calls").exists()) == ([], False)
+
+
 @pytest.mark.parametrize(("state", "ending"), [("RUNNING", "failed"), ("PENDING", "")])
 def test_a_job_whose_node_slurm_has_lost_has_not_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, ending: str

@@ -554,7 +554,8 @@ def _after_run(
     """Records how the run of a job ended, and submits it again if it may be; returns a sentence about it, or the run,
     its ending and the decision where the job goes back into the queue.
     """
-    if ended.end and ended.end.ending == "finished":
+    # SLURM may start the job of a finished run again, on a node where nothing begins.
+    if ended.end.ending == "finished" if ended.end else ended.folder.result_path.is_file():
         return notify(ended.folder, ended.settings, "finished", label=place_in_sweep(ended.run, ended.folder).label)
     # SLURM gave up the node, and started the job elsewhere: a requeue would stop the job there.
     if ended.attempts.is_superseded(since=ended.job.time):
