@@ -16,7 +16,7 @@ from can_train.runs.run_state import (
     infer_run_state,
     last_error_line,
 )
-from can_train.runs.scheduler import QueueRow, SchedulerAnswer
+from can_train.runs.scheduler import AccountRow, QueueRow, SchedulerAnswer
 from fakes.run_facts import CLUSTER, JOBS, RUN, attempt, job, minute, of_job, recorded, slurm_job, text_of
 
 NO_SLURM = SchedulerAnswer(silent={CLUSTER: "Unable to contact slurm controller"}, local=CLUSTER)
@@ -96,6 +96,12 @@ CASES: dict[str, tuple[RunFacts, str, str]] = {
                log_tail=text_of("timeout")), "time limit", "as its log says"),
     "preempted, as the log says": (
         of_job("preempt", begun("preempt"), answer=FORGOTTEN, log_tail=text_of("preempted")), "preempted", ""),
+    "preempted, and back where the setup failed": (
+        RunFacts(run=RUN, jobs=[job("9")], attempts=[attempt(1, "9", "terminated")], answer=SchedulerAnswer(accounts=[
+            AccountRow(job=slurm_job("9"), state="PREEMPTED"),
+            AccountRow(job=slurm_job("9"), state="FAILED", nodes="n2", exit_code="2:0")]),
+            log_tail=f"{text_of('preempted')}error: cluster.setup ended with exit status 2: ls\n"),
+        "failed", "exit code 2; error: cluster.setup ended with exit status 2: ls"),
     "a node that failed": (of_job("node2", begun("node2")), "node failure", "of n2"),
     "a node that failed, as the log says": (
         of_job("node2", begun("node2"), answer=FORGOTTEN, log_tail=text_of("node_failure")), "node failure", ""),

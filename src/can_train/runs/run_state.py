@@ -130,6 +130,9 @@ _LOG_PATTERNS: Final[Mapping[str, str]] = {
 
 _LOG_CAUSE: Final = re.compile("|".join(f"({pattern})" for pattern in _LOG_PATTERNS.values()), re.MULTILINE)
 
+_RETURNING: Final = (PREEMPTED, NODE_FAILURE, REQUEUED)
+"""Causes after which SLURM puts a job back into the queue."""
+
 _SCHEDULER_LINES: Final = ("srun: ", "slurmstepd", "can-train: ")
 """Beginnings of the lines of a log that the training did not write."""
 
@@ -149,6 +152,9 @@ def classify_exit(attempt: AttemptFacts | None, row: AccountRow | None, log: str
     if end is not None and ending in ("finished", "gpu_oom", "host_oom"):
         return _recorded(end)
     causes = log_causes(log)
+    # SLURM calls no job failed that it ended itself: such a cause is of an earlier start of the job.
+    if row is not None and row.state == "FAILED" and causes[-1:] and causes[-1] in _RETURNING:
+        causes = []
     by_slurm = _BY_SLURM_STATE.get(row.state) if row else None
     # The kernel kills one process; the others then fail without it, or srun terminates them. Terminated processes of a
     # job that SLURM itself ended are not such a consequence.
@@ -426,7 +432,13 @@ def _state_after_queue(facts: RunFacts) -> RunState:
     if slurm_job.cluster in facts.answer.silent and (end is None or end.ending in _MAY_RETURN):
         return _unanswered_state(attempt, slurm_job, facts)
     row = _final_row(slurm_job, facts)
-    return classify_exit(attempt, row, facts.log_tail, facts) if attempt else _unstarted_job_state(row, facts)
+    if attempt is None:
+        return _unstarted_job_state(row, facts)
+    # The job may have come back, and failed before it began another attempt: SLURM had ended this one.
+    num_starts = sum(account.job == slurm_job for account in facts.answer.accounts)
+    is_earlier = num_starts > attempt.start.restarts + 1 and (end is None or end.ending == "terminated")
+    came_back = is_earlier and row is not None and row.state == "FAILED"
+    return classify_exit(None if came_back else attempt, row, facts.log_tail, facts)
 
 
 def _unanswered_state(attempt: AttemptFacts | None, job: JobId, facts: RunFacts) -> RunState:
