@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from sandbox import files, machine
-from sandbox.cluster import FOLDER_VARIABLE, GPUS_PER_NODE, Cluster, SandboxError
+from sandbox.cluster import FOLDER_VARIABLE, Cluster, SandboxError
 
 START_LIMIT_S: Final = 60
 """Time limit for a daemon to answer. The slowest, a new database, takes a tenth of it on two busy cores."""
@@ -46,9 +46,13 @@ def start(cluster: Cluster) -> None:
         if _write_files(cluster) and running(cluster):
             _stop(cluster)  # they were started with the old configuration
         machine.add_to_hosts(cluster)
-        _start_munge(cluster)
-        _start_database(cluster)
-        _start_accounting(cluster)
+        if cluster.accounts is None:
+            _start_munge(cluster)
+        if cluster.has_accounting and cluster.accounts is None:
+            _start_database(cluster)
+            _launch(cluster, "slurmdbd", ["slurmdbd"], lambda: _answers(cluster, "sacctmgr", "-n", "list", "cluster"))
+        if cluster.has_accounting:
+            _add_to_accounting(cluster)
         _start_controller(cluster)
         for node in cluster.nodes:
             _start_node(cluster, node)
@@ -144,7 +148,7 @@ def check_folder(folder: Path) -> None:
 
 def _write_files(cluster: Cluster) -> bool:
     """Writes the configuration. Returns whether it changed."""
-    for number in range(GPUS_PER_NODE):
+    for number in range(max(int(gpus.partition(":")[2]) for gpus in cluster.gpus)):
         _make_device(cluster.folder / "dev" / f"gpu{number}")
     if not cluster.munge_key.exists():
         _write(cluster.munge_key, secrets.token_hex(64))
@@ -216,10 +220,9 @@ def _start_database(cluster: Cluster) -> None:
     _run(cluster, "mariadb", *client, "--execute", files.database_rights())
 
 
-def _start_accounting(cluster: Cluster) -> None:
-    _launch(cluster, "slurmdbd", ["slurmdbd"], lambda: _answers(cluster, "sacctmgr", "-n", "list", "cluster"))
-    if files.CLUSTER_NAME not in _run(cluster, "sacctmgr", "-n", "list", "cluster", "format=cluster").split():
-        _run(cluster, "sacctmgr", "-i", "add", "cluster", files.CLUSTER_NAME)
+def _add_to_accounting(cluster: Cluster) -> None:
+    if cluster.name not in _run(cluster, "sacctmgr", "-n", "-P", "list", "cluster", "format=cluster").split():
+        _run(cluster, "sacctmgr", "-i", "add", "cluster", cluster.name)
 
 
 def _start_controller(cluster: Cluster) -> None:

@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import Final
 
-from sandbox.cluster import CPUS_PER_NODE, GPUS_PER_NODE, MEMORY_PER_NODE_MIB, Cluster
-
-CLUSTER_NAME: Final = "sandbox"
+from sandbox.cluster import CPUS_PER_NODE, MEMORY_PER_NODE_MIB, Cluster
 
 DATABASE: Final = "slurm_accounting"
 DATABASE_USER: Final = "slurm"
@@ -33,16 +31,20 @@ def slurm_conf(cluster: Cluster, *, host: str, cgroups: bool) -> str:
     nodes = "\n".join(
         f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS_PER_NODE} Boards=1 "
         f"SocketsPerBoard=1 CoresPerSocket={CPUS_PER_NODE} ThreadsPerCore=1 RealMemory={MEMORY_PER_NODE_MIB} "
-        f"Gres=gpu:fake:{GPUS_PER_NODE}"
-        for node, port in zip(cluster.nodes, cluster.node_ports, strict=True)
+        f"Gres=gpu:{gpus}"
+        for node, port, gpus in zip(cluster.nodes, cluster.node_ports, cluster.gpus, strict=True)
     )
-    return _filled("slurm.conf", cluster, host=host, memory_limits=limits, node_lines=nodes)
+    accounting = _filled("accounting.conf", cluster) if cluster.has_accounting else ""
+    return _filled("slurm.conf", cluster, host=host, memory_limits=limits, node_lines=nodes, accounting=accounting)
 
 
 def gres_conf(cluster: Cluster) -> str:
     """Makes gres.conf. SLURM requires a device file for each GPU, but does not open it."""
-    files = f"{cluster.folder}/dev/gpu[0-{GPUS_PER_NODE - 1}]"
-    lines = [f"NodeName={node} Name=gpu Type=fake File={files} Flags=nvidia_gpu_env" for node in cluster.nodes]
+    lines = []
+    for node, gpus in zip(cluster.nodes, cluster.gpus, strict=True):
+        kind, number = gpus.split(":")
+        files = ",".join(f"{cluster.folder}/dev/gpu{index}" for index in range(int(number)))
+        lines.append(f"NodeName={node} Name=gpu Type={kind} File={files} Flags=nvidia_gpu_env")
     return "\n".join(["AutoDetect=off", *lines, ""])
 
 

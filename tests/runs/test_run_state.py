@@ -118,6 +118,9 @@ CASES: dict[str, tuple[RunFacts, str, str]] = {
         of_job("ok", answer=FORGOTTEN), "never started", "no longer knows"),
     "a job that SLURM has forgotten, which began": (
         of_job("ok", begun("ok"), answer=FORGOTTEN), "failed", "without a record"),
+    "an element of an array, cancelled by can-train while the array waited": (
+        of_job("ok", answer=FORGOTTEN, cancels=[CancelRecord(run_id="r", time=minute(20))]),
+        "cancelled", "before it started"),
     "cancelled by can-train, and SLURM has forgotten it": (
         of_job("ok", begun("ok"), answer=FORGOTTEN, cancels=[CancelRecord(run_id="r", time=minute(20))]),
         "cancelled", ""),

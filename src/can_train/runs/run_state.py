@@ -470,8 +470,10 @@ def where_to_ask(job: JobId, answer: SchedulerAnswer) -> str:
 def _unstarted_job_state(row: AccountRow | None, facts: RunFacts) -> RunState:
     """Returns the state of a run whose job is over and began no attempt: it did not start, or failed early."""
     if row is None and not facts.log_tail:
-        state = CANCELLED if facts.cancels else NEVER_STARTED
-        return RunState(state, "SLURM no longer knows its job, and it printed nothing")
+        # SLURM forgets an element of an array that is cancelled while the array waits.
+        if facts.cancels:
+            return RunState(CANCELLED, "before it started")
+        return RunState(NEVER_STARTED, "SLURM no longer knows its job, and it printed nothing")
     unopened = row is not None and (row.exit_code == _UNOPENED or row.reason == _UNLAUNCHED)
     if row is None or (row.nodes and not unopened):
         return classify_exit(None, row, facts.log_tail, facts)
@@ -480,8 +482,7 @@ def _unstarted_job_state(row: AccountRow | None, facts: RunFacts) -> RunState:
     reasons = [row.reason, *(queued.reason for queued in facts.answer.queue if queued.job == row.job)]
     unmet = not row.by_person and any(reason.startswith("Dependency") for reason in reasons)
     if row.state == "CANCELLED" and not unmet:
-        why = scheduler.reason_in_words(row.reason)
-        return RunState(CANCELLED, "before it started" + (f"; then, {why}" if why else ""))
+        return RunState(CANCELLED, "before it started")
     reason = scheduler.NEVER_SATISFIED if unmet else _UNLAUNCHED if unopened else row.reason
     return RunState(NEVER_STARTED, scheduler.reason_in_words(reason))
 

@@ -12,7 +12,6 @@ import pytest
 
 from sandbox import daemons
 from sandbox.cluster import FOLDER_VARIABLE, PORT_VARIABLE, Cluster
-from sandbox.files import CLUSTER_NAME
 from slurm.real.on_slurm import Slurm
 from slurm.real.test_nothing_lost import SMALL, Run, Stage, assert_went_on
 
@@ -49,7 +48,7 @@ def test_the_next_attempt_waits_until_the_earlier_one_has_saved_and_ended(stage:
     stage.slurm.wait_for(lambda: "An earlier attempt" in run.log)
     told = state(run)
     assert told["state"] == "running"
-    assert f"it waits for process {pid} of {stage.events} (job {run.job} on {CLUSTER_NAME})" in told["why"]
+    assert f"it waits for process {pid} of {stage.events} (job {run.job} on {stage.slurm.cluster.name})" in told["why"]
     saved = run.step
     os.kill(pid, signal.SIGCONT)
     run.finish()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from fakes.made_runs import KEY, Runs, begin
-from sandbox.files import CLUSTER_NAME
 from slurm.real.on_slurm import Slurm
 
 TRAINING = ("--model", "gat", "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=8",
@@ -29,7 +28,7 @@ def submit(slurm: Slurm, runs: Runs, number: int, script: str, *options: str) ->
     """Makes a run whose job is a line of shell; returns its id and the job's."""
     path = runs.add(number)
     job = slurm.sbatch(script, f"--job-name={KEY}", *options)
-    runs.submit(path, job, log_path=str(slurm.folder / f"{job}.log"), cluster=CLUSTER_NAME)
+    runs.submit(path, job, log_path=str(slurm.folder / f"{job}.log"), cluster=slurm.cluster.name)
     return path.name, job
 
 
@@ -97,7 +96,7 @@ def test_a_run_that_was_cancelled_from_outside_is_cancelled_too(slurm: Slurm, ru
     run, job = submit(slurm, runs, 1, "sleep 300")
     slurm.wait_until(job, "RUNNING")
     assert listed(slurm)[run]["state"] == "running"
-    begin(runs.runs_dir / run, job_id=job, cluster=CLUSTER_NAME)
+    begin(runs.runs_dir / run, job_id=job, cluster=slurm.cluster.name)
     slurm.command("scancel", job)
     assert slurm.ended(job) == "CANCELLED"
     assert listed(slurm)[run]["state"] == "cancelled"
@@ -109,7 +108,9 @@ def test_each_element_of_an_array_has_its_own_state_and_end(slurm: Slurm, runs: 
     names = []
     for element in range(10):
         path = runs.add(element)
-        runs.submit(path, f"{job}_{element}", log_path=str(slurm.folder / f"{job}_{element}.log"), cluster=CLUSTER_NAME)
+        runs.submit(
+            path, f"{job}_{element}", log_path=str(slurm.folder / f"{job}_{element}.log"), cluster=slurm.cluster.name
+        )
         names.append(path.name)
     slurm.wait_for(lambda: slurm.command("squeue", "--noheader", "--array", f"--jobs={job}").count("\n") == 2)
     slurm.wait_for(lambda: {listed(slurm)[name]["state"] for name in names[8:]} == {"running"})
