@@ -1,51 +1,73 @@
-"""Tests many short runs on a real SLURM while some are killed, requeued or preempted at random (a soak test), and times
-the commands for submitted runs. Every run must finish with the weights of an undisturbed run, and leave an observation.
+"""Tests one sweep of many short runs on a real SLURM (a soak test): a node is broken for a while, the controller is
+stopped and started again, and runs are killed, requeued and preempted at random. Some runs fail by a person's error,
+which two commands find and run again. No run may be lost, trained twice at once, or shown in a wrong state; the weights
+are those of undisturbed runs. Times the commands for submitted runs, too.
 """
 
 import argparse
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 from bench.harness import Benchmark, Table, median_time
-from can_train.runs.run_folder import RunFolder
+from can_train.runs.run_state import LIVE
+from sandbox import daemons
+from sandbox.cluster import Cluster as Sandbox
 
 BENCHMARK: Final = Benchmark(__name__, packages=("torch", "submitit"))
-SANDBOX: Final = Path(__file__).resolve().parents[1] / "slurm-sandbox"
+TASK: Final = Path(__file__).with_name("soak_task.py")
 
-TRAINING: Final = (
-    "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--no-baselines",
-    "--epochs", "2", "--min-steps-per-epoch", "20", "--checkpoint-every", "5", "--device", "cpu", "--mem", "1200M",
-    "--cpus", "1", "--time", "30",
-)  # fmt: skip
+FILES: Final = 10
+"""Files of data, one for each value of the sweep. The last is missing at first: a person's error."""
+
+POINTS: Final = 56
+
+TRAINING: Final = ("--task", f"{TASK.name}:Points", "--checkpoint-every", "5", "--device", "cpu")
 """A short run. Most of its time is spent on imports."""
 
-MODELS: Final = ("gat", "vgae")
+REQUEST: Final = ("--partition", "scavenge", "--mem", "900M", "--cpus", "1", "--time", "30")
+
+SETUP: Final = "[ ! -e lost-$SLURMD_NODENAME ] || (echo 'ls: cannot access /scratch: Stale file handle' >&2; exit 2)"
+"""Line of the jobs' setup, which fails on a node that has lost a file system."""
 
 DISTURBANCES: Final = ("kill", "requeue", "preempt")
 
 PREEMPTING: Final = (
     "--partition=main", "--nodes=1", "--cpus-per-task=3", "--mem=3000M", "--time=1", "--output=/dev/null",
-    "--wrap=sleep 3",
+    "--job-name=preempting", "--wrap=sleep 3",
 )  # fmt: skip
 """A job of higher priority than the jobs of the preemptible partition."""
 
 PAUSE_S: Final = 3.0
 """Time between two disturbances."""
 
-POLL_S: Final = 5.0
+POLL_S: Final = 8.0
 """Time between two queries of all runs, which take processor time from the runs."""
+
+BROKEN_S: Final = 30.0
+"""Time that a fault of the node lasts."""
+
+DOWN_S: Final = 30.0
+"""Time without a controller."""
+
+ACCOUNTED_S: Final = 15.0
+"""Time until the accounting has heard of the last job's end."""
 
 REPEATS: Final = 5
 """How often each command is timed."""
@@ -60,18 +82,28 @@ IMPORTS: Final[Mapping[str, str]] = {
 }
 """The imports of each command, which are timed separately."""
 
+Runs = Sequence[Mapping[str, Any]]
+
 
 @dataclass
-class Cluster:
-    """The runs of the soak test.
+class Soak:
+    """The sweep of the soak test.
 
     Attributes:
-        folder: Contains the run folders and the state.
+        folder: Working folder of the commands and jobs, with the run folders and the state.
+        sandbox: The cluster.
+        began: Local time of its beginning.
         done: Number of disturbances of each kind.
+        states: State of each run when it was last asked for, as far as it was certain.
+        taken_back: Ends of runs that were shown although the run went on by itself, in words.
     """
 
     folder: Path
+    sandbox: Sandbox
+    began: datetime = field(default_factory=datetime.now)
     done: Counter[str] = field(default_factory=Counter)
+    states: dict[str, str] = field(default_factory=dict)
+    taken_back: list[str] = field(default_factory=list)
 
     def can_train(self, *arguments: str) -> str:
         """Runs a can-train command and returns its output.
@@ -81,17 +113,39 @@ class Cluster:
         """
         places = ["--runs-dir", str(self.folder / "runs"), "--state-dir", str(self.folder / "state")]
         command = [sys.executable, "-P", "-m", "can_train", *arguments, *places]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=self.folder)
         if ran.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{ran.stdout}{ran.stderr}")
         return ran.stdout
 
-    def runs(self) -> list[dict[str, Any]]:
-        """Returns every run, as listed by `can-train runs --json`."""
+    def runs(self) -> Runs:
+        """Returns every run of the sweep, as `can-train runs --json` lists it, and notes ends that are taken back."""
         listed: list[dict[str, Any]] = json.loads(self.can_train("runs", "--json", "--limit", "0"))
-        return listed
+        runs = [run for run in listed if run["sweep"]]
+        for run in (run for run in runs if run["certain"]):
+            before = self.states.get(run["run_id"], LIVE[0])
+            if before not in LIVE and run["state"] != before:
+                self.taken_back.append(f"{run['run_id']}: {before}, then {run['state']}")
+            self.states[run["run_id"]] = run["state"]
+        return runs
 
-    def disturb(self, kind: str, running: Sequence[Mapping[str, Any]], rng: random.Random) -> None:
+    @property
+    def node(self) -> str:
+        """The node that is broken for a while."""
+        return self.sandbox.nodes[-1]
+
+    def write_data(self, *numbers: int) -> None:
+        """Writes files of data."""
+        # Imported late, because little else here needs it.
+        import torch
+
+        for number in numbers:
+            generator = torch.Generator().manual_seed(number)
+            torch.save(torch.randn(POINTS, 4, generator=generator), self.folder / f"points-{number}.pt")
+
+    # Disturbances
+
+    def disturb(self, kind: str, running: Runs, rng: random.Random) -> None:
         """Disturbs one of the running runs."""
         if not running:
             return
@@ -118,50 +172,134 @@ class Cluster:
             return False
         return True
 
+    def restart_controller(self) -> None:
+        """Stops slurmctld, which saves its state, and starts it again."""
+        print("the controller is stopped", flush=True)
+        # After SIGKILL, SLURM itself starts the jobs of the last seconds a second time, and drains their nodes.
+        os.kill(daemons.running(self.sandbox)["slurmctld"], signal.SIGTERM)
+        down_until = time.monotonic() + DOWN_S
+        # The files of the runs answer.
+        self.runs()
+        time.sleep(max(0.0, down_until - time.monotonic()))
+        daemons.start(self.sandbox)
+        self.done["controller restart"] += 1
 
-def submit(cluster: Cluster, count: int) -> None:
-    """Submits the runs: one job array for each model, in different partitions."""
-    for index, model in enumerate(MODELS):
-        seeds = f"training.seed=range(0,{count // len(MODELS)})"
-        partition = ("main", "scavenge")[index % 2]
-        cluster.can_train("--model", model, *TRAINING, "--set", seeds, "--submit", "--partition", partition)
+
+def submit(soak: Soak, count: int) -> str:
+    """Submits the sweep, as an array; returns its name."""
+    files = ",".join(f"points-{number}.pt" for number in range(FILES))
+    axes = ("--set", f"task.data={files}", "--set", f"training.seed=range(0,{count // FILES})")
+    soak.can_train(*TRAINING, *REQUEST, *axes, "--set", f'cluster.setup=["{SETUP}"]', "--submit")
+    (sweep,) = {str(run["sweep"]) for run in soak.runs()}
+    return sweep
 
 
-def soak(cluster: Cluster, options: argparse.Namespace) -> float:
-    """Submits runs and disturbs them until all have ended. Returns the seconds until then."""
-    rng, started = random.Random(options.seed), time.monotonic()
-    submit(cluster, options.runs)
-    disturbed = 0.0
-    while (live := [run for run in cluster.runs() if run["state"] in ("queued", "running")]) and (
-        time.monotonic() - started < options.minutes * 60
-    ):
+def wait_for_end(soak: Soak, options: argparse.Namespace, faults: Sequence["Fault"]) -> None:
+    """Waits until all runs have ended, and disturbs them."""
+    rng, disturbed, until = random.Random(options.seed), 0.0, time.monotonic() + options.minutes * 60
+    while True:
+        runs = soak.runs()
+        live = [run for run in runs if run["live"]]
+        if not live or time.monotonic() > until:
+            return
+        ended = 1 - len(live) / len(runs)
+        for fault in faults:
+            fault.update(ended)
+        if ended > 1 / 3 and not soak.done["controller restart"]:
+            soak.restart_controller()
+            continue
         running = [run for run in live if run["state"] == "running"]
-        if sum(cluster.done.values()) < options.disturbances and time.monotonic() - disturbed > PAUSE_S:
-            cluster.disturb(rng.choice(DISTURBANCES), running, rng)
+        left = options.disturbances - soak.done.total()
+        if left > 0 and time.monotonic() - disturbed > PAUSE_S:
+            soak.disturb(rng.choice(DISTURBANCES), running, rng)
             disturbed = time.monotonic()
-        left = options.disturbances - sum(cluster.done.values())
-        counts = f"{len(live)} of {options.runs} not ended, {len(running)} running"
-        print(f"{counts}, {left} disturbances to come", flush=True)
+        print(f"{len(live)} of {len(runs)} not ended, {len(running)} running, {left} disturbances to come", flush=True)
         time.sleep(POLL_S)
-    return time.monotonic() - started
 
 
-def undisturbed_equal(cluster: Cluster, runs: Sequence[Mapping[str, Any]]) -> Iterator[bool]:
+@dataclass
+class Fault:
+    """A fault of the node, which there is while a file exists.
+
+    Attributes:
+        file: The file.
+        begins: Share of the runs that have ended when it begins.
+        began: Time of its beginning; None: not yet.
+    """
+
+    file: Path
+    begins: float
+    began: float | None = None
+
+    def update(self, ended: float) -> None:
+        """Begins or ends the fault, if it is time."""
+        if self.began is None and ended >= self.begins:
+            self.began = time.monotonic()
+            self.file.touch()
+        elif self.began is not None and time.monotonic() - self.began > BROKEN_S:
+            self.file.unlink(missing_ok=True)
+
+
+# The truth, from SLURM's accounting and the files of the runs
+
+
+def wrong_states(soak: Soak, runs: Runs) -> list[str]:
+    """Lists the runs whose state is not the one that SLURM and the result file say, in words."""
+    lines = [line.split("|") for line in _sacct(soak, "JobID,State")]
+    accounts = {number: state.split()[0] for number, state in lines}  # the last attempt of each job
+    wrong = []
+    for run in runs:
+        has_result, job = (Path(run["path"]) / "result.json").exists(), accounts.get(run["job_id"], "no account")
+        # SLURM may start the job of a finished run again, which then fails.
+        state = "finished" if has_result else {"FAILED": "failed"}.get(job)
+        if state != run["state"]:
+            wrong.append(f"{run['run_id']}: {run['state']}; job {run['job_id']} {job}, result {has_result}")
+    return wrong
+
+
+def strange_jobs(soak: Soak, runs: Runs) -> list[str]:
+    """Lists the jobs of SLURM that belong to no run, or to several, in words."""
+    owners: dict[str, list[str]] = defaultdict(list)
+    for run in runs:
+        for job in run["jobs"]:
+            owners[job["job_id"]].append(run["run_id"])
+    names = dict(line.split("|") for line in _sacct(soak, "JobID,JobName"))
+    numbers = [number for number, name in names.items() if name != "preempting"]
+    return [f"job {number} of {owners[number] or 'no run'}" for number in numbers if len(owners[number]) != 1]
+
+
+def _sacct(soak: Soak, columns: str) -> list[str]:
+    command = ("sacct", "--duplicates", "--noheader", "--parsable2", "--allocations")
+    since = f"--starttime={soak.began:%Y-%m-%dT%H:%M:%S}"
+    done = subprocess.run([*command, since, "-o", columns], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def trained_twice(runs: Runs) -> list[str]:
+    """Lists the runs of which two attempts trained at once, or to the end. SLURM may start a job again whose end it has
+    not heard of; such an attempt of a finished run trains nothing.
+    """
+    twice = []
+    for run in runs:
+        attempts, log = run["attempts"], Path(run["path"]) / "log.txt"
+        overlaps = any(one["ended"] and one["ended"] > other["time"] for one, other in pairwise(attempts))
+        if overlaps or log.read_text().count("\nResult: ") > 1:
+            twice.append(f"{run['run_id']} was trained twice")
+    return twice
+
+
+def undisturbed_equal(soak: Soak, runs: Runs) -> Iterator[bool]:
     """Repeats the runs with most attempts without disturbances, and yields whether the weights are equal."""
-    for run in sorted(runs, key=attempts_of, reverse=True)[:FOLLOWED]:
-        again = Cluster(Path(tempfile.mkdtemp(dir=cluster.folder)))
-        config = RunFolder(Path(run["path"])).config()
-        model, seed = config["model_name"], config["training"]["seed"]
-        local = [word for word in TRAINING if word not in ("--mem", "1200M", "--cpus", "1", "--time", "30")]
-        again.can_train("--model", model, *local, "--seed", str(seed))
+    for run in sorted(runs, key=lambda run: len(run["attempts"]), reverse=True)[:FOLLOWED]:
+        again = Soak(Path(tempfile.mkdtemp(dir=soak.folder)), soak.sandbox)
+        for file in soak.folder.glob("points-*.pt"):
+            (again.folder / file.name).symlink_to(file)
+        shutil.copy(TASK, again.folder)
+        label = dict(part.split("=") for part in run["label"].split())
+        again.can_train(*TRAINING, "--set", f"task.data={label['data']}", "--seed", label["seed"])
         (path,) = (again.folder / "runs").iterdir()
         disturbed, whole = _weights(Path(run["path"])), _weights(path)
         yield disturbed.keys() == whole.keys() and all(disturbed[name].equal(whole[name]) for name in whole)
-
-
-def attempts_of(run: Mapping[str, Any]) -> int:
-    """Counts the attempts of a run."""
-    return len(list((Path(run["path"]) / "attempts").glob("*-began.json")))
 
 
 def _succeeds(*command: str) -> bool:
@@ -169,7 +307,6 @@ def _succeeds(*command: str) -> bool:
 
 
 def _weights(path: Path) -> dict[str, Any]:
-    # Imported late, because nothing else here needs it.
     import torch
 
     manifest = json.loads((path / "checkpoints" / "manifest.json").read_text())
@@ -178,75 +315,128 @@ def _weights(path: Path) -> dict[str, Any]:
     return weights
 
 
-def recorded(cluster: Cluster, runs: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """Returns the number of finished runs with an observation, and the number of finished runs."""
-    folder = cluster.folder / "state" / "observations"
+def num_recorded(soak: Soak, runs: Runs) -> int:
+    """Counts the finished runs with an observation."""
+    folder = soak.folder / "state" / "observations"
     observed = {json.loads(path.read_text())["run_id"] for path in folder.glob("*.json")
                 if not path.name.endswith(".started.json")}  # fmt: skip
-    return len(observed & {run["run_id"] for run in runs}), len(runs)
+    return len(observed & {run["run_id"] for run in runs})
 
 
-def beyond_imports(cluster: Cluster) -> list[tuple[str, float, float]]:
+def beyond_imports(soak: Soak) -> list[tuple[str, float, float]]:
     """Times the commands. Returns name, seconds, and seconds beyond the imports."""
+    synthetic = ("--model", "gat", "--dataset", "synthetic", "--no-baselines", "--device", "cpu")
     lines = {
-        "submit": ("--model", "gat", *TRAINING, "--submit", "--force", "--set", "cluster.additional.hold=true"),
+        "submit": (*synthetic, *REQUEST, "--submit", "--force", "--set", "cluster.additional.hold=true"),
         "runs": ("runs",),
-        "status": ("status", cluster.runs()[0]["run_id"]),
+        "status": ("status", soak.runs()[0]["run_id"]),
     }
     times = []
     for name, line in lines.items():
         imports = [sys.executable, "-P", "-c", IMPORTS[name]]
-        whole_s = median_time(partial(cluster.can_train, *line), REPEATS)
+        whole_s = median_time(partial(soak.can_train, *line), REPEATS)
         imports_s = median_time(partial(subprocess.run, imports, check=True), REPEATS)
         times.append((name, whole_s, whole_s - imports_s))
-    for run in cluster.runs()[:REPEATS]:
-        cluster.can_train("cancel", run["run_id"])
+    subprocess.run(["scancel", "--me"], check=True)
     return times
 
 
-def report(cluster: Cluster, seconds: float, times: Sequence[tuple[str, float, float]]) -> tuple[Table, bool]:
-    """Returns the table, and whether every run met the expectations."""
-    runs = [run for run in cluster.runs() if run["sweep"]]
-    states = Counter(run["state"] for run in runs)
-    attempts = [attempts_of(run) for run in runs]
+# The test and its table
+
+
+def run_soak(soak: Soak, options: argparse.Namespace, table: Table) -> list[str]:
+    """Runs the sweep, and its failed runs again. Returns the expectations that were missed."""
+    soak.write_data(*range(FILES - 1))
+    sweep = submit(soak, options.runs)
+    faults = [Fault(soak.folder / f"broken-{soak.node}", 0.0), Fault(soak.folder / f"lost-{soak.node}", 0.5)]
+    wait_for_end(soak, options, faults)
+    time.sleep(ACCOUNTED_S)
+    runs = soak.runs()
+    missed = wrong_states(soak, runs)
+    table.add("runs of the sweep", f"{len(runs)}, each a job of its own")
+    table.add("disturbances", _counted(soak.done.elements()))
+    table.add("after them", _counted(run["state"] for run in runs))
+    missed += run_again(soak, sweep, table)
+    options.disturbances = 0
+    wait_for_end(soak, options, [])
+    time.sleep(ACCOUNTED_S)
+    return missed + add_checks(soak, soak.runs(), options.runs, table)
+
+
+def run_again(soak: Soak, sweep: str, table: Table) -> list[str]:
+    """Finds the failed runs by a command, and runs them again by another. Returns the expectations that were missed."""
+    shown = soak.can_train("status", sweep)
+    print(shown, flush=True)
+    causes = json.loads(soak.can_train("status", sweep, "--json"))["failures"]
+    texts = [f"{len(cause['run_ids'])} {cause['state']}: {cause['why']}" for cause in causes]
+    table.add("`can-train status SWEEP`", "; ".join(texts))
+    soak.write_data(FILES - 1)
+    soak.states.clear()
+    line = ("resume", sweep, "--all-failed")
+    submitted = json.loads(soak.can_train(*line, "--json"))["submitted"]
+    table.add("`can-train resume SWEEP --all-failed`", f"{len(submitted)} runs go on")
+    tells = " ".join(line) in shown and all(cause["why"] for cause in causes)
+    return [] if tells else ["status does not tell the causes and the next command"]
+
+
+def add_checks(soak: Soak, runs: Runs, submitted: int, table: Table) -> list[str]:
+    """Adds the checks of the ended runs to the table. Returns the expectations that were missed."""
+    jobs, attempts = [job for run in runs for job in run["jobs"]], [len(run["attempts"]) for run in runs]
+    retries = [job["reason"] for job in jobs if job["reason"] not in ("", "resumed")]
     finished = [run for run in runs if run["state"] == "finished"]
-    equal = list(undisturbed_equal(cluster, finished))
-    written, expected = recorded(cluster, finished)
-    table = Table("figure", "seen")
-    table.add("runs submitted", str(len(runs)))
-    table.add("disturbances", ", ".join(f"{count} × {kind}" for kind, count in sorted(cluster.done.items())))
+    equal = list(undisturbed_equal(soak, finished))
+    table.add("ended as", _counted(run["state"] for run in runs))
     table.add("attempts", f"{sum(attempts)}, at most {max(attempts)} a run")
-    table.add("ended as", ", ".join(f"{count} {state}" for state, count in states.items()))
-    table.add("observations of finished runs", f"{written} of {expected}")
+    table.add("submitted again by can-train", _counted(re.sub(r" on n[\d-]+|\d+ ", "", reason) for reason in retries))
+    checks = {"states that SLURM or the result file contradicts": wrong_states(soak, runs),
+              "ends that were shown, and taken back": soak.taken_back,
+              "runs trained twice at once": trained_twice(runs),
+              "jobs of no run, or of several": strange_jobs(soak, runs)}  # fmt: skip
+    for name, wrong in checks.items():
+        table.add(name, str(len(wrong)))
+    table.add("observations of finished runs", f"{(recorded := num_recorded(soak, finished))} of {len(finished)}")
     table.add("most disturbed runs equal to undisturbed ones, bitwise", f"{sum(equal)} of {len(equal)}")
-    table.add("time", f"{seconds / 60:.1f} min")
-    for name, whole_s, beyond_s in times:
-        table.add(f"`{name}`", f"{whole_s:.2f} s, beyond imports {beyond_s:.2f} s")
-    return table, len(finished) == len(runs) and written == expected and all(equal)
+    missed = [text for wrong in checks.values() for text in wrong]
+    is_whole = len(finished) == len(runs) == submitted and recorded == submitted and all(equal)
+    return missed if is_whole else [*missed, "a run did not finish, left no observation, or has other weights"]
 
 
-def start_sandbox() -> None:
-    """Starts the SLURM sandbox, unless a SLURM answers already."""
-    if subprocess.run(["scontrol", "ping"], capture_output=True, check=False).returncode == 0:
-        return
-    subprocess.run([SANDBOX, "start"], check=True)
-    line = subprocess.run([SANDBOX, "env"], capture_output=True, text=True, check=True).stdout
-    os.environ["SLURM_CONF"] = line.strip().partition("=")[2]
+def _counted(words: Iterable[str]) -> str:
+    return ", ".join(f"{count} × {word}" for word, count in sorted(Counter(words).items()))
+
+
+@contextmanager
+def running_sandbox() -> Iterator[Sandbox]:
+    """Starts the SLURM sandbox, and stops it afterwards, unless it runs already."""
+    sandbox = Sandbox.named_by(os.environ)
+    is_new = "slurmctld" not in daemons.running(sandbox)
+    daemons.start(sandbox)
+    os.environ |= daemons.environment(sandbox)
+    try:
+        yield sandbox
+    finally:
+        if is_new:
+            daemons.stop(sandbox)
 
 
 def main() -> None:
     """Measures, prints the section and writes it into RESULTS.md; exit status 1 if a run did not meet expectations."""
     parser = BENCHMARK.parser()
-    parser.add_argument("--runs", type=int, default=50, help="number of runs (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=200, help=f"runs, a multiple of {FILES} (default: %(default)s)")
     parser.add_argument("--disturbances", type=int, default=40, help="of all kinds (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=30.0, help="time limit (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=90.0, help="time limit (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the disturbances (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="keep runs and state in this new folder")
     options = parser.parse_args()
     # Each run has one processor, where several threads would be several times slower.
     os.environ["OMP_NUM_THREADS"] = "1"
-    start_sandbox()
-    with tempfile.TemporaryDirectory(prefix="can-train-soak-") as folder:
-        cluster = Cluster(Path(folder))
-        seconds = soak(cluster, options)
-        table, good = report(cluster, seconds, beyond_imports(cluster))
-    BENCHMARK.finish(options, [] if good else ["a run did not meet the expectations"], table=table)
+    table, started = Table("figure", "seen"), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="can-train-soak-") as folder, running_sandbox() as sandbox:
+        soak = Soak(options.folder or Path(folder), sandbox)
+        soak.folder.mkdir(exist_ok=True)
+        shutil.copy(TASK, soak.folder)
+        missed = run_soak(soak, options, table)
+        table.add("time", f"{(time.monotonic() - started) / 60:.1f} min")
+        for name, whole_s, beyond_s in beyond_imports(soak):
+            table.add(f"`{name}`", f"{whole_s:.2f} s, beyond imports {beyond_s:.2f} s")
+    BENCHMARK.finish(options, missed, table=table)
