@@ -207,8 +207,10 @@ def _resume_all(
     if not as_json:
         for job in jobs[:_LISTED]:
             print_text(f"{job.run_id} goes on as {'job' if job.executor == 'slurm' else 'process'} {job.job_id}")
-        more = f"... and {len(jobs) - _LISTED} more" if len(jobs) > _LISTED else f"{counted(len(jobs), 'run')} go on."
-        print_text(more if jobs else "", end="\n" if jobs else "")
+        if len(jobs) > _LISTED:
+            print_text(f"... and {len(jobs) - _LISTED} more")
+        if jobs:
+            print_text(f"{counted(len(jobs), 'run')} {'goes' if len(jobs) == 1 else 'go'} on.")
     exit_code = _train_all([status for status in statuses if _executor(status) == "here"], locator,
                            ["--trust-code"] if trusts_all else [], as_json=as_json)  # fmt: skip
     if as_json:
