@@ -46,9 +46,11 @@ def windows_of(
         past_windows=np.zeros(len(node_features), np.int32),
         jumps=np.zeros((len(node_features), len(WORDS)), np.uint16),
         broken_checks=np.zeros(len(node_features), np.uint64),
+        payload=np.zeros(len(node_features), np.int64),
         absent_ptr=np.zeros(G + 1, np.int64),
         absent_code=np.empty(0, np.int32),
         absent_silence=np.empty(0, np.float32),
+        absent_payload=np.empty(0, np.int64),
         edge_index=np.array(
             [[own.index(a), own.index(b)] for own, pair in zip(nodes, pairs, strict=True) for a, b in pair], np.int32
         ).T,

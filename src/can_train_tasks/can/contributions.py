@@ -35,8 +35,15 @@ CHECKSUM: Final = "checksum"  # a checksum in the payload that is wrong
 LATENT: Final = "latent"  # all properties together, as an autoencoder encodes them
 BYTES: Final = tuple(f"byte_{number}" for number in range(1, MAX_PAYLOAD_BYTES + 1))  # means of payload bytes
 JUMPS: Final = tuple(f"jump_{word}" for word in WORDS)  # jumps of values in the payload
+CONTEXTS: Final = tuple(f"context_{word}" for word in WORDS)  # values in the payload that disagree with other IDs
 NETWORK_PROPERTIES: Final = (IDENTITY, *BYTES, FRAMES, LAST, GAP, PERIOD, SILENCE, CHANGE, NEIGHBOURS, LATENT)
-PROPERTIES: Final = (*NETWORK_PROPERTIES, COUNTER, CHECKSUM, *JUMPS)  # the others are known to the rules alone
+PROPERTIES: Final = (
+    *NETWORK_PROPERTIES,
+    COUNTER,
+    CHECKSUM,
+    *JUMPS,
+    *CONTEXTS,
+)  # the others are known to the rules alone
 
 _GAP_FEATURES: Final = ("interval_mean_ms", "interval_std_ms", "regularity")
 _CHANGE_FEATURES: Final = ("bits_changed", "unchanged")

@@ -25,6 +25,7 @@ from can_train.errors import CheckpointError, RunError
 from can_train.task import ReferenceModel
 from can_train_tasks.can.contributions import (
     CHECKSUM,
+    CONTEXTS,
     COUNTER,
     IDENTITY,
     JUMPS,
@@ -53,7 +54,9 @@ AUTOENCODER: Final = "autoencoder"
 CLASSIFIER: Final = "classifier"
 
 # Columns of contributions that the rules add to, in the order of `Rules.rarities_by_word`.
-_RULE_COLUMNS: Final = [PROPERTIES.index(name) for name in (SILENCE, PERIOD, IDENTITY, COUNTER, CHECKSUM, *JUMPS)]
+_RULE_COLUMNS: Final = [
+    PROPERTIES.index(name) for name in (SILENCE, PERIOD, IDENTITY, COUNTER, CHECKSUM, *JUMPS, *CONTEXTS)
+]
 
 
 class WindowModel(ABC):
@@ -101,6 +104,13 @@ class WindowModel(ABC):
             added = torch.from_numpy(self.raised.contributions(self._flat, rows)).to(contributions)
             contributions[:, _RULE_COLUMNS] += added
         return contributions
+
+    def expected(self, row: int) -> Mapping[tuple[int, str], float]:
+        """Returns the values of a window that follow from other IDs, by the place of their ID and by property."""
+        if self.raised is None:
+            return {}
+        values = self.raised.rules.lines.expected(self._flat, row)
+        return {(node, f"context_{word}"): value for (node, word), value in values.items()}
 
     @property
     def rule_scale(self) -> RuleScale | None:

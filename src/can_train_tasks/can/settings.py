@@ -239,7 +239,7 @@ class CanModeSettings:
     """Weight of the KL divergence in the autoencoder's loss."""
     rules: bool = True
     """Raise the model's scores by rules: a known ID is silent or late, a known bus has a new ID, a counter or a
-    checksum is wrong, or a value jumps."""
+    checksum is wrong, or a value jumps or disagrees with other IDs."""
     baselines: bool = True
     """Compute the simple detectors that a result is compared with."""
 

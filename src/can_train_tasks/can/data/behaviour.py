@@ -81,6 +81,7 @@ class Nodes(NamedTuple):
     can_id: NDArray[np.uint32]  # [N]
     window: NDArray[np.int64]  # [N] number of the node's window, from 0 to G - 1
     seen_s: NDArray[np.float64]  # [N] time of the ID's last frame in the window
+    payload: NDArray[np.int64]  # [N] the first eight bytes of that frame (see `payload_words`)
     end_s: NDArray[np.float64]  # [G] time of each window's last frame
 
 
@@ -90,6 +91,7 @@ class Absences(NamedTuple):
     num_absent: NDArray[np.int64]  # [G]
     can_id: NDArray[np.uint32]  # [A]
     silence: NDArray[np.float32]  # [A] binary logarithm of seconds from the ID's last frame to the end of the window
+    payload: NDArray[np.int64]  # [A] the first eight bytes of the ID's last frame
 
 
 @dataclass
@@ -185,7 +187,7 @@ class IdHistory:
         wide = (np.float64, len(BEHAVIOUR))
         self._windows = _nothing(count=(np.float64, 0), plain=wide, clipped=wide)
         self._jumped = _nothing(jumps=(np.uint16, len(WORDS)), before=(np.uint16, len(WORDS)))
-        self._seen = _nothing(time=(np.float64, 0), count=(np.int64, 0))
+        self._seen = _nothing(time=(np.float64, 0), count=(np.int64, 0), payload=(np.int64, 0))
         self._num_windows = 0
 
     def changes(self, frames: Frames) -> Changes:
@@ -266,27 +268,34 @@ class IdHistory:
         count = np.arange(1, len(ids) + 1) + np.repeat(carried - first, sizes)
         before = _Remembered(self._seen.can_id, {name: value.copy() for name, value in self._seen.values.items()})
         last = first + sizes - 1
-        self._seen.update(ids[first], {"time": nodes.seen_s[order[last]], "count": count[last]})
+        latest = order[last]
+        self._seen.update(ids[first], {"time": nodes.seen_s[latest], "count": count[last],
+                                       "payload": nodes.payload[latest]})  # fmt: skip
 
         least = np.maximum(_REGULAR_WINDOWS, _REGULAR_SHARE * (self._num_windows + np.arange(len(nodes.end_s))))
         self._num_windows += len(least)
         regular = self._seen.can_id[self._seen.values["count"] >= least.min(initial=np.inf)]
         # The history of each regular ID before the first window and after each window, [G + 1, K].
         seen_s = np.full((len(least) + 1, len(regular)), np.nan)
-        counts = np.zeros(seen_s.shape, np.int64)
+        counts, payload = np.zeros((2, *seen_s.shape), np.int64)
         position, is_old = before.find(regular)
-        seen_s[0, is_old], counts[0, is_old] = (before.values[name][position[is_old]] for name in ("time", "count"))
+        for values, name in ((seen_s, "time"), (counts, "count"), (payload, "payload")):
+            values[0, is_old] = before.values[name][position[is_old]]
         column = np.minimum(np.searchsorted(regular, ids), max(len(regular) - 1, 0))
         of_regular = np.flatnonzero(regular[column] == ids) if len(regular) else order[:0]
         row, column = nodes.window[order[of_regular]], column[of_regular]
-        seen_s[row + 1, column], counts[row + 1, column] = nodes.seen_s[order[of_regular]], count[of_regular]
+        places = order[of_regular]
+        seen_s[row + 1, column], counts[row + 1, column] = nodes.seen_s[places], count[of_regular]
+        payload[row + 1, column] = nodes.payload[places]
         lacking = np.isnan(seen_s[1:])
         latest = np.where(np.isnan(seen_s), 0, np.arange(len(seen_s))[:, None])
         np.maximum.accumulate(latest, axis=0, out=latest)
-        seen_s, counts = (np.take_along_axis(values, latest, axis=0)[1:] for values in (seen_s, counts))
+        seen_s, counts, payload = (
+            np.take_along_axis(values, latest, axis=0)[1:] for values in (seen_s, counts, payload)
+        )
         row, column = np.nonzero(lacking & (counts >= least[:, None]))
         silence = _log2_s(nodes.end_s[row] - seen_s[row, column]).astype(np.float32)
-        return Absences(np.bincount(row, minlength=len(least)), regular[column], silence)
+        return Absences(np.bincount(row, minlength=len(least)), regular[column], silence, payload[row, column])
 
     def past(self, can_id: NDArray[np.uint32], now: NDArray[np.float32]) -> Behaviour:
         """Returns the behaviour `now` of N nodes of consecutive windows together with the nodes' past."""

@@ -54,7 +54,7 @@ EDGE_FEATURES: Final = (
 
 # Part of the name of every folder. Raise it when the arrays or the meaning of a column change: older folders are then
 # not found.
-SCHEMA: Final = 7
+SCHEMA: Final = 8
 
 # Type and shape of one row of every array on disk.
 _ARRAYS: Final[dict[str, tuple[str, tuple[int, ...]]]] = {
@@ -67,9 +67,11 @@ _ARRAYS: Final[dict[str, tuple[str, tuple[int, ...]]]] = {
     "past_windows": ("int32", ()),
     "jumps": ("uint16", (len(WORDS),)),
     "broken_checks": ("uint64", ()),
+    "payload": ("int64", ()),
     "absent_ptr": ("int64", ()),
     "absent_code": ("int32", ()),
     "absent_silence": ("float32", ()),
+    "absent_payload": ("int64", ()),
     "edge_index": ("int32", (2,)),  # [E, 2] on disk, so that it can be appended to
     "edge_features": ("float32", (len(EDGE_FEATURES),)),
     "label": ("uint8", ()),
@@ -172,7 +174,9 @@ class WindowGraphs:
     # [N] bits of the `CHECKS` that a frame of the node breaks; not those that only its first frame breaks after a frame
     # that broke them
     broken_checks: NDArray[np.uint64]
+    payload: Ints  # [N] first eight bytes of the node's last frame, the first byte in the lowest bits
     absent_silence: NDArray[np.float32]  # [A] binary logarithm of seconds since the ID's last frame
+    absent_payload: Ints  # [A] first eight bytes of the ID's last frame
     edge_index: NDArray[np.int32]  # [2, E] source and destination as node positions inside the graph
     edge_features: NDArray[np.float32]  # [E, 11] columns `EDGE_FEATURES`, unscaled
     label: NDArray[np.uint8]  # [G] code of the window's most frequent attack kind, 0 where it has no attack
@@ -350,7 +354,8 @@ def _build_chunk(frames: _ComparedFrames, window: int, stride: int, first_frame:
     position = np.arange(len(nodes.key)) - node_start[nodes.row]  # [N] position inside the graph
     node_of_frame = np.empty((num_graphs, window), dtype=np.int64)
     node_of_frame.ravel()[nodes.member] = np.repeat(position, nodes.count)
-    columns = _byte_means(windows(payload_words(frames.payload)).ravel()[nodes.member], nodes)
+    words = windows(payload_words(frames.payload)).ravel()[nodes.member]
+    columns = _byte_means(words, nodes)
     columns["count"] = nodes.count
     columns["last_position"] = nodes.column[nodes.last] / (window - 1)
     frame = windows(np.arange(len(frames))).ravel()[nodes.member]
@@ -360,7 +365,8 @@ def _build_chunk(frames: _ComparedFrames, window: int, stride: int, first_frame:
     seen_s = times.ravel()[nodes.member[nodes.last]]
     silence_s = np.maximum(times[nodes.row, -1] - seen_s, 0.0)
     can_id = nodes.key.astype(np.uint32)
-    absences = history.absences(Nodes(can_id, nodes.row, seen_s, times[:, -1]))
+    payload = words[nodes.last]
+    absences = history.absences(Nodes(can_id, nodes.row, seen_s, payload, times[:, -1]))
     behaviour = history.past(can_id, summarise(in_order, nodes.first, nodes.count, duration_s, silence_s))
     bits = window.bit_length()
     edges = _group_rows(node_of_frame[:, :-1] << bits | node_of_frame[:, 1:], window << bits)
@@ -375,9 +381,11 @@ def _build_chunk(frames: _ComparedFrames, window: int, stride: int, first_frame:
         past_windows=behaviour.past_windows,
         jumps=history.recent_jumps(can_id, np.maximum.reduceat(in_order.jumps, nodes.first)),
         broken_checks=_broken_checks(in_order, nodes.first),
+        payload=payload,
         num_absent=absences.num_absent,
         absent_id=absences.can_id,
         absent_silence=absences.silence,
+        absent_payload=absences.payload,
         edge_index=edge_index.astype(np.int32),
         edge_features=_edge_features(edges, edge_index, node_start, times),
         label=_window_labels(windows(frames.label)),

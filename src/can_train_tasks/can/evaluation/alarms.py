@@ -15,6 +15,7 @@ from can_train_tasks.can.contributions import (
     BYTES,
     CHANGE,
     CHECKSUM,
+    CONTEXTS,
     COUNTER,
     FRAMES,
     GAP,
@@ -72,12 +73,12 @@ def _bits(word: str) -> list[int]:
 
 _SUBJECTS: Final = {
     **{name: f"payload byte {number}" for number, name in enumerate(BYTES, 1)},
-    **{name: _value_name(word) for name, word in zip(JUMPS, WORDS, strict=True)},
+    **{name: _value_name(word) for names in (JUMPS, CONTEXTS) for name, word in zip(names, WORDS, strict=True)},
 }
 # The bits of each property that is about bytes of a payload.
 _BITS: Final = {
     **{name: _bits(str(number)) for number, name in enumerate(BYTES, 1)},
-    **{name: _bits(word) for name, word in zip(JUMPS, WORDS, strict=True)},
+    **{name: _bits(word) for names in (JUMPS, CONTEXTS) for name, word in zip(names, WORDS, strict=True)},
 }
 # Words for each property. The identity of a new ID is told as "not in benign training data".
 _WORDS: Final = {
@@ -97,14 +98,21 @@ _WORDS: Final = {
         name: f"{_SUBJECTS[name]} jump{'' if '-' in word else 's'} by {{:,.0f}}"
         for name, word in zip(JUMPS, WORDS, strict=True)
     },
+    **{
+        name: f"{_SUBJECTS[name]} {'are' if '-' in word else 'is'} {{:,.0f}}"
+        for name, word in zip(CONTEXTS, WORDS, strict=True)
+    },
 }
 _USUAL_WORDS: Final = {
     **dict.fromkeys((*BYTES, FRAMES, NEIGHBOURS), "{:.0f}"),
     **dict.fromkeys((GAP, PERIOD, SILENCE), "{:.3g} ms"),
     LAST: "{:.0%}",
     CHANGE: "{:.1f}",
-    **dict.fromkeys(JUMPS, "{:,.0f}"),
+    **dict.fromkeys((*JUMPS, *CONTEXTS), "{:,.0f}"),
 }
+_ACTIONS: Final = {
+    **dict.fromkeys(BYTES, "averages"), **dict.fromkeys(JUMPS, "jumps by"), **dict.fromkeys(CONTEXTS, "is")
+}  # fmt: skip
 
 
 # Conversions of the columns of `BEHAVIOUR`, which are logarithms, to the units that a person reads.
@@ -137,11 +145,11 @@ class NamedSignals:
         signals = [] if message is None or name not in _BITS else message.signals_in(_BITS[name])
         if not signals:
             return None
-        first, is_mean = signals[0], name in BYTES
-        # The mean of a byte says nothing about the mean of a signed value.
-        if not first.is_exactly(_BITS[name]) or (is_mean and first.signed):
+        first, is_jump = signals[0], name in JUMPS
+        # The mean of a byte says nothing about the mean of a signed value, and values are read without a sign.
+        if not first.is_exactly(_BITS[name]) or (first.signed and not is_jump):
             return cls(names=[each.name for each in signals])
-        scale, offset = (first.scale, first.offset) if is_mean else (abs(first.scale), 0.0)
+        scale, offset = (abs(first.scale), 0.0) if is_jump else (first.scale, first.offset)
         value, usual = (None if each is None else scale * each + offset for each in values)
         return cls(names=[first.name], unit=first.unit, value=value, usual=usual)
 
@@ -158,7 +166,10 @@ def _number(value: float | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Property:
-    """A property of an ID in a window; `value` or `usual` is None where it does not exist or is not known."""
+    """A property of an ID in a window; `value` or `usual` is None where it does not exist or is not known.
+
+    The usual value of a property of `CONTEXTS` is the value that follows from other IDs.
+    """
 
     name: str
     value: float | None
@@ -170,13 +181,14 @@ class Property:
         value, usual = self.figures()
         told = _WORDS[self.name].format(self.value)
         if self.signals is not None and self.signals.value is not None:
-            action = "averages" if self.name in BYTES else "jumps by"
-            told = " ".join(filter(None, [self.signals.names[0], action, value, self.signals.unit]))
+            told = " ".join(filter(None, [self.signals.names[0], _ACTIONS[self.name], value, self.signals.unit]))
         elif self.signals is not None:
             names = self.signals.names[:NAMED_SIGNALS]
             of = " of " + ", ".join(names) + (", …" if len(names) < len(self.signals.names) else "")
             told = told.replace(_SUBJECTS[self.name], _SUBJECTS[self.name] + of, 1)
-        return told if self.usual is None else f"{told} (usually {usual})"
+        if self.usual is None:
+            return told
+        return f"{told} ({usual} expected from other IDs)" if self.name in CONTEXTS else f"{told} (usually {usual})"
 
     def figures(self) -> tuple[str, str]:
         """Writes the value and the usual value, in physical units where the property is of one signal."""
@@ -241,6 +253,8 @@ class Explainer:
     vocabulary: Ints  # IDs of benign training windows
     usual_rows: Ints
     database: Database = field(default_factory=Database)  # names messages and signals
+    # Returns the values of a window that follow from other IDs (see `WindowModel.expected`).
+    expect: Callable[[int], Mapping[tuple[int, str], float]] = field(default=lambda row: {})
     _known: Bools = field(init=False)  # [K] whether the ID is in the vocabulary
     _foreign: Bools = field(init=False)  # [K] IDs without usual values
     _usual_sums: Floats = field(init=False)  # [K, P] mean contributions of each ID
@@ -272,7 +286,7 @@ class Explainer:
                 yield self._window_causes(int(row), excess_of_ids)
 
     def _window_causes(self, row: int, excess: Floats) -> list[Cause]:
-        flat, codes = self.flat, self._codes(np.array([row]))
+        flat, codes, expected = self.flat, self._codes(np.array([row])), self.expect(row)
         by_id = excess.sum(axis=1)
         whole = max(float(by_id.sum()), np.finfo(np.float64).tiny)
         causes = []
@@ -283,7 +297,8 @@ class Explainer:
             message = self.database.message(int(flat.ids[code]))
             frames, *properties = [
                 Property(name=name, value=value, usual=usual, signals=NamedSignals.of(message, name, (value, usual)))
-                for name, usual in ((name, self._usual(code, name)) for name in (FRAMES, *names))
+                for name in (FRAMES, *names)
+                for usual in (expected.get((position, name)) if name in CONTEXTS else self._usual(code, name),)
                 # An ID without an earlier frame has no period and no change.
                 if (value := id_value(flat, row, position, name)) is not None or name not in _OF_BEHAVIOUR
             ]
@@ -342,6 +357,9 @@ def id_value(flat: FlatGraphs, row: int, node: int, name: str) -> float | None:
         return float(features[NODE_FEATURES.index("count" if name == FRAMES else "last_position")])
     if name in JUMPS:
         return float(flat.jumps[flat.node_ptr[row] + node, JUMPS.index(name)])
+    if name in CONTEXTS:
+        payload = int(flat.payload[flat.node_ptr[row] + node]).to_bytes(8, "little", signed=True)
+        return float(int.from_bytes(payload[int(byte) - 1] for byte in WORDS[CONTEXTS.index(name)].split("-")))
     if name in _OF_BEHAVIOUR:
         column, to_unit = _OF_BEHAVIOUR[name]
         value = float(flat.behaviour[flat.node_ptr[row] + node, BEHAVIOUR.index(column)])

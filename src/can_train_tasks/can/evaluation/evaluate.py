@@ -358,7 +358,7 @@ class WindowEvaluation(Evaluation):
         causes: dict[int, Sequence[Cause]] = {}
         if len(wanted):
             explainer = Explainer(flat=flat, contribute=contribute, vocabulary=self._model.vocabulary,
-                                  usual_rows=usual_windows(rows, flagged),
+                                  usual_rows=usual_windows(rows, flagged), expect=self._model.expected,
                                   database=Database.unpack(self._request.dataset.dbc))  # fmt: skip
             causes = dict(zip(wanted.tolist(), explainer.causes(rows[wanted]), strict=True))
         first = flat.first_frame[rows]

@@ -401,7 +401,8 @@ class LiveBus:
         flat = _flat_of(GraphBlock(**parts), self._window)
         model = self._model.on(flat)
         explainer = Explainer(flat=flat, contribute=lambda rows: contribute(model, rows), vocabulary=model.vocabulary,
-                              usual_rows=np.arange(len(usual)), database=self._watch.database)  # fmt: skip
+                              usual_rows=np.arange(len(usual)), expect=model.expected,
+                              database=self._watch.database)  # fmt: skip
         return next(explainer.causes(np.array([len(usual)])))
 
 
@@ -548,9 +549,9 @@ def _silence(last_s: float | None) -> LiveEvent:
 
 
 # Fields of a block for nodes [N], edges [E] and absences [A]; the other fields are [R].
-_OF_NODES: Final = ("can_id", "node_features", "behaviour", "past", "past_windows", "jumps", "broken_checks")
+_OF_NODES: Final = ("can_id", "node_features", "behaviour", "past", "past_windows", "jumps", "broken_checks", "payload")
 _OF_EDGES: Final = ("edge_features",)
-_OF_ABSENCES: Final = ("absent_id", "absent_silence")
+_OF_ABSENCES: Final = ("absent_id", "absent_silence", "absent_payload")
 
 
 def _flat_of(block: GraphBlock, window: int) -> FlatGraphs:

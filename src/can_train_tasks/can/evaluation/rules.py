@@ -1,11 +1,11 @@
 """Rules beside a network: a known ID is silent or late, a known bus has a new ID, a counter misses a step, a checksum
-is wrong, or a value in a payload jumps.
+is wrong, or a value in a payload jumps, or disagrees with the values of other IDs.
 
 A network that has learned from floods and forged frames overlooks frames that are missing, and frames of a forger who
 has silenced the real sender and keeps its rhythm. But a forger who takes a value over, and leaves it again, makes the
-value jump. A rule measures how rare a window is among benign windows, and raises the network's score where the window
-is rarer than one in a million. Counters and checksums are checked exactly: an ID has the checks that it never breaks in
-benign windows.
+value jump, and meanwhile the value disagrees with the other messages (see `Context`). A rule measures how rare a window
+is among benign windows, and raises the network's score where the window is rarer than one in a million. Counters and
+checksums are checked exactly: an ID has the checks that it never breaks in benign windows.
 
 Shapes: V IDs of the vocabulary, K IDs of a data set, R windows, N nodes and A absences of the windows, I = N + A, J
 words of a payload (`WORDS`), C checks of a payload (`CHECKS`), P parts of the training logs.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -28,13 +28,15 @@ from can_train_tasks.can.data.behaviour import BEHAVIOUR, PAIRS, WORDS
 from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
 from can_train_tasks.can.data.payload_fields import CHECKS, CHECKSUM_BITS, COUNTER_BITS, COUNTERS, MAX_PAYLOAD_BYTES
 from can_train_tasks.can.evaluation.calibration import ScoreScale
+from can_train_tasks.can.evaluation.context import Context, calm_windows
 from can_train_tasks.can.inputs import LEAST_KNOWN_SHARE, PUNCTUAL, PUNCTUAL_LOGS, SETTLED_WINDOWS, known_ids
 
 if TYPE_CHECKING:
     from can_train_tasks.can.data.graphs import Split
 
-SILENT, LATE, NEW, COUNTER, CHECKSUM, JUMP = "silent", "late", "new", "counter", "checksum", "jump"
-RULES: Final = (SILENT, LATE, NEW, COUNTER, CHECKSUM, JUMP)
+SILENT, LATE, NEW, COUNTER, CHECKSUM = "silent", "late", "new", "counter", "checksum"
+JUMP, CONTEXT = "jump", "context"
+RULES: Final = (SILENT, LATE, NEW, COUNTER, CHECKSUM, JUMP, CONTEXT)
 # Decimal logarithms of benign windows for each window that a rule takes for benign. On other drives of 18 simulated
 # vehicles, rules that flag one window in 100,000 raise five times as many false alarms, and find as many attacks.
 FLAGGED: Final = 6.0
@@ -139,6 +141,8 @@ class Rules:
         silent: Tail of silence ÷ longest silence.
         late: Tail of mean gap ÷ largest mean gap.
         jump: Tail of the binary logarithm of jump ÷ largest jump.
+        lines: Values that follow from values of other IDs.
+        context: Tail of the binary logarithm of deviation ÷ largest deviation from these lines.
         checks: [V] bits of the `CHECKS` that the ID keeps in benign windows.
         new: Rarity of a benign window with an ID outside `ids`.
     """
@@ -152,6 +156,8 @@ class Rules:
     silent: Tail = _NO_TAIL
     late: Tail = _NO_TAIL
     jump: Tail = _NO_TAIL
+    lines: Context = field(default_factory=Context.none)
+    context: Tail = _NO_TAIL
     new: float = 0.0
 
     @classmethod
@@ -167,10 +173,12 @@ class Rules:
         timing = _timing(flat, split.train)
         num_ids = len(timing["ids"])
         trained, later = (_Undisturbed.of(flat, rows, timing["ids"]) for rows in (split.train, split.validation))
-        jumps = _steady_jumps(flat, trained, later, _parts_of_logs(flat, split.train), num_ids)
+        parts = _parts_of_logs(flat, split.train)
+        jumps = _steady_jumps(flat, trained, later, parts, num_ids)
         jumps[~(timing["gap"] <= LONGEST_PERIOD)] = np.nan
         checks = _kept_checks(flat, trained, later, num_ids)
-        usual = cls(**timing, largest_jump=jumps, checks=checks)
+        lines = _kept_lines(flat, split, parts[0], timing["ids"], jumps)
+        usual = cls(**timing, largest_jump=jumps, checks=checks, lines=lines)
         values = usual._values(flat, validation)
         num_new = int(np.count_nonzero(values.of_windows(values.new)))
         rare = FLAGGED + 1 if not num_new else math.log10(len(validation) / num_new)
@@ -178,21 +186,23 @@ class Rules:
             **timing,
             largest_jump=usual.largest_jump,
             checks=checks,
+            lines=lines,
             silent=Tail.of(values.of_windows(values.silent, values.absent)),
             late=Tail.of(values.of_windows(values.late)),
             jump=Tail.of(values.of_windows(np.where(_undisturbed(flat, validation), values.jump, -np.inf))),
+            context=Tail.of(np.where(calm_windows(flat, validation), values.of_windows(values.context), -np.inf)),
             new=rare,
         )
 
     def rarities(self, flat: FlatGraphs, rows: Ints) -> Floats:
-        """Returns the rarity [I, 6] of each ID of the windows by each of `RULES`.
+        """Returns the rarity [I, 7] of each ID of the windows by each of `RULES`.
 
         Window after window; in each window the nodes, then the absences.
         """
         return self._rarities(self._values(flat, rows))
 
     def window_rarities(self, flat: FlatGraphs, rows: Ints) -> Floats:
-        """Returns the rarity [R, 6] of each window by each of `RULES`."""
+        """Returns the rarity [R, 7] of each window by each of `RULES`."""
         return self._of_windows(self._values(flat, rows))
 
     def windows(self, flat: FlatGraphs, rows: Ints) -> RareWindows:
@@ -204,7 +214,7 @@ class Rules:
         return RareWindows(rarity, is_broken.any(axis=1), ~values.same_vehicle)
 
     def _of_windows(self, values: _Values) -> Floats:
-        """Returns the rarity [R, 6] of each window."""
+        """Returns the rarity [R, 7] of each window."""
         num_ids = values.nodes.sizes + values.absences.sizes
         if not len(num_ids):
             return np.empty((0, len(RULES)))
@@ -215,14 +225,15 @@ class Rules:
         times = {name: _plain(getattr(self, name)) for name in _TIMES}
         index, word = np.nonzero(~np.isnan(self.largest_jump))
         jumps = [index.tolist(), word.tolist(), self.largest_jump[index, word].tolist()]
-        tails = {name: list(getattr(self, name)) for name in (SILENT, LATE, JUMP)}
+        tails = {name: list(getattr(self, name)) for name in (SILENT, LATE, JUMP, CONTEXT)}
         checked = np.flatnonzero(self.checks)
         checks = [checked.tolist(), self.checks[checked].tolist()]
-        return {"ids": self.ids.tolist(), **times, "largest_jump": jumps, "checks": checks, **tails, NEW: self.new}
+        return {"ids": self.ids.tolist(), **times, "largest_jump": jumps, "checks": checks, "lines": self.lines.plain(),
+                **tails, NEW: self.new}  # fmt: skip
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        """Reads what `plain` wrote. Runs from before the rule of jumps, or before the checks, lack these."""
+        """Reads what `plain` wrote. Runs from before the rule of jumps, the checks, or the context, lack these."""
         times = {name: np.array(plain[name], np.float64) for name in _TIMES}
         largest_jump = np.full((len(plain["ids"]), len(WORDS)), np.nan)
         if "largest_jump" in plain:
@@ -232,8 +243,10 @@ class Rules:
         checks = np.zeros(len(ids), np.uint64)
         index, checks_of_ids = plain.get("checks", ((), ()))
         checks[np.array(index, np.int64)] = np.array(checks_of_ids, np.uint64)
-        return cls(ids=ids, **times, largest_jump=largest_jump, checks=checks, silent=Tail(*plain[SILENT]),
-                   late=Tail(*plain[LATE]), jump=Tail(*plain.get(JUMP, _NO_TAIL)), new=plain[NEW])  # fmt: skip
+        lines = Context.from_plain(plain["lines"]) if "lines" in plain else Context.none()
+        silent, late, jump, context = (Tail(*plain.get(name, _NO_TAIL)) for name in (SILENT, LATE, JUMP, CONTEXT))
+        return cls(ids=ids, **times, largest_jump=largest_jump, checks=checks, silent=silent, late=late, jump=jump,
+                   lines=lines, context=context, new=plain[NEW])  # fmt: skip
 
     def _rarities(self, values: _Values) -> Floats:
         table = np.zeros((len(values.silent) + len(values.absent), len(RULES)))
@@ -241,21 +254,22 @@ class Rules:
         table[of_nodes] = np.column_stack(
             [self.silent.rarities(values.silent), self.late.rarities(values.late), self.new * (values.new > 0),
              *(np.where(values.broken & bits > 0, BROKEN, 0.0) for bits in (COUNTER_BITS, CHECKSUM_BITS)),
-             self.jump.rarities(values.jump)]
+             self.jump.rarities(values.jump), self.context.rarities(values.context)]
         )  # fmt: skip
         table[of_absences, 0] = self.silent.rarities(values.absent)
         return table
 
     def rarities_by_word(self, flat: FlatGraphs, rows: Ints) -> Floats:
-        """Returns the rarities [I, 5 + J], in which the rule of jumps has a column for each word of a payload.
+        """Returns the rarities [I, 5 + 2 J], in which jumps and context have a column for each word of a payload.
 
-        The word that jumps most, in units of its `largest_jump`, has the rarity.
+        The word that jumps most, or deviates most, in units of its largest usual jump or deviation, has the rarity.
         """
         values = self._values(flat, rows)
         table = self._rarities(values)
         of_nodes, _ = values.places()
-        by_word = np.zeros((len(table), len(WORDS)))
-        by_word[of_nodes, values.word] = table[of_nodes, RULES.index(JUMP)]
+        by_word = np.zeros((len(table), 2 * len(WORDS)))
+        for place, (rule, word) in enumerate(((JUMP, values.word), (CONTEXT, values.context_word))):
+            by_word[of_nodes, place * len(WORDS) + word] = table[of_nodes, RULES.index(rule)]
         return np.concatenate([table[:, : RULES.index(JUMP)], by_word], axis=1)
 
     def _values(self, flat: FlatGraphs, rows: Ints) -> _Values:
@@ -277,6 +291,7 @@ class Rules:
         silence = flat.absent_silence[absences.positions] - self.longest_silence[index[absent]]
         counts = known[absent] & np.repeat(on_known_bus, absences.sizes)
         jump, word = self._jumps(flat, nodes, at)
+        deviation, context_word = self.lines.of_nodes(flat, rows)
         on_same_vehicle = share > SAME_VEHICLE
         same_vehicle = np.repeat(on_same_vehicle, nodes.sizes)
         return _Values(
@@ -287,6 +302,8 @@ class Rules:
             new=(known_bus & ~is_known).astype(np.float64),
             jump=_or_nothing(jump, agrees & same_vehicle),
             word=word,
+            context=_or_nothing(deviation, agrees & same_vehicle),
+            context_word=context_word,
             broken=np.where(agrees & same_vehicle, self.checks[at] & flat.broken_checks[nodes.positions], np.uint64(0)),
             absent=_or_nothing(silence, counts),
             same_vehicle=on_same_vehicle,
@@ -323,6 +340,8 @@ class _Values(NamedTuple):
     new: Floats  # [N] 1 for an unknown ID on a known bus
     jump: Floats  # [N]
     word: Ints  # [N] the word that jumps
+    context: Floats  # [N]
+    context_word: Ints  # [N] the word that deviates
     broken: NDArray[np.uint64]  # [N] the ID's checks that the node breaks
     absent: Floats  # [A]
     same_vehicle: Bools  # [R]
@@ -420,7 +439,7 @@ class RaisedScores:
         return self.scale.raised(score, self.rules.windows(flat, rows))
 
     def contributions(self, flat: FlatGraphs, rows: Ints) -> Floats:
-        """Returns what each ID of the windows adds to the scores, [I, 5 + J]; 0 where no rule flags.
+        """Returns what each ID of the windows adds to the scores, [I, 5 + 2 J]; 0 where no rule flags.
 
         `Rules.rarities_by_word` names the columns.
         """
@@ -435,8 +454,8 @@ def learned(rules: Rules | None, flat: FlatGraphs, split: Split) -> dict[str, in
 
     Returns:
         `windows`: benign validation windows. `logs`: benign training logs. `ids`: IDs of benign training. `checked`:
-        IDs with a counter or a checksum. `values`: IDs with a value whose jumps are known. Of the other IDs, `slow`
-        come too seldom, and `constant` never change.
+        IDs with a counter or a checksum. `values`: IDs with a value whose jumps are known; `lines`: those with a value
+        that follows from other IDs. Of the other IDs, `slow` come too seldom, and `constant` never change.
     """
     benign = split.train[flat.label[split.train] == 0]
     counts = {"windows": int(np.count_nonzero(flat.label[split.validation] == 0)),
@@ -450,7 +469,7 @@ def learned(rules: Rules | None, flat: FlatGraphs, split: Split) -> dict[str, in
     constant = others & ~changes[np.searchsorted(flat.ids, rules.ids)]
     slow = others & ~constant & ~(rules.gap <= LONGEST_PERIOD)
     return {**counts, "ids": len(others), "checked": int(np.count_nonzero(rules.checks)),
-            "values": int(np.count_nonzero(~others)), "slow": int(np.count_nonzero(slow)),
+            "values": int(np.count_nonzero(~others)), "lines": rules.lines.num_ids, "slow": int(np.count_nonzero(slow)),
             "constant": int(np.count_nonzero(constant))}  # fmt: skip
 
 
@@ -465,7 +484,8 @@ def learned_notes(counts: Mapping[str, int]) -> list[str]:
     reasons = {f"slower than {2**LONGEST_PERIOD} s": counts["slow"], "constant": counts["constant"]}
     why = ", ".join(f"{reason}: {count}" for reason, count in reasons.items() if count)
     jumps = f"Jumps are judged in {counts['values']} of {counts['ids']} IDs" + (f" ({why})" if why else "")
-    judged = f"{jumps}, counters and checksums in {counts['checked']}"
+    checks = f"counters and checksums in {counts['checked']}"
+    judged = f"{jumps}, {checks}, values that follow from other IDs in {counts['lines']}"
     return [
         f"No rule judges silent or late IDs: that takes {PUNCTUAL_LOGS} benign logs, not {counts['logs']}. {judged}"
     ]
@@ -549,6 +569,14 @@ def _kept_checks(flat: FlatGraphs, train: _Undisturbed, validation: _Undisturbed
     kept[~varied, len(COUNTERS) :] = False
     checks: NDArray[np.uint64] = np.packbits(kept, axis=1, bitorder="little").view(np.uint64)[:, 0]
     return checks
+
+
+def _kept_lines(flat: FlatGraphs, split: Split, part: Ints, ids: Ints, largest_jump: Floats) -> Context:
+    """Returns `Rules.lines` from benign windows: of steady values, and without lines that validation contradicts."""
+    at, word = np.nonzero(~np.isnan(largest_jump))
+    lines = Context.fit(flat, split.train, part, (ids[at], word))
+    later = split.validation[calm_windows(flat, split.validation)]
+    return lines.keep(lines.largest_deviations(flat, later) <= math.log2(UNSTEADY))
 
 
 def _times_broken(flat: FlatGraphs, nodes: _Undisturbed, num_ids: int) -> Ints:

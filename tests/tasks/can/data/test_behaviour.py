@@ -44,8 +44,8 @@ def built(frames: Frames, stride: int = WINDOW, portions: tuple[int, ...] = ()) 
     blocks = []
     for begin, end in zip((0, *portions), (*portions, len(frames)), strict=True):
         blocks += list(builder.feed(frames[begin:end]))
-    names = ("can_id", "num_nodes", "behaviour", "past", "past_windows", "jumps", "broken_checks", "num_absent",
-             "absent_id", "absent_silence")  # fmt: skip
+    names = ("can_id", "num_nodes", "behaviour", "past", "past_windows", "jumps", "broken_checks", "payload",
+             "num_absent", "absent_id", "absent_silence", "absent_payload")  # fmt: skip
     joined = {name: np.concatenate([getattr(block, name) for block in blocks]) for name in names}
     return type("Block", (), joined)()
 
@@ -84,7 +84,7 @@ def reference(frames: Frames, stride: int) -> list[dict[str, object]]:
             recent = [now if two > one // 2 else max(now, one) for now, one, two in steady]
             windows_before[can_id] = [largest, windows_before[can_id][0]]
             nodes.append({"can_id": can_id, "now": now, "past": mean_of(windows[can_id]), "n": len(windows[can_id]),
-                          "jumps": recent})  # fmt: skip
+                          "jumps": recent, "payload": int(words[own[-1]].astype(np.int64))})  # fmt: skip
             if not np.isnan(now["gap_min"]):
                 windows[can_id].append(now)
     return nodes
@@ -158,9 +158,11 @@ def test_behaviour_does_not_depend_on_the_portions_a_log_comes_in(frames: Frames
         "past_windows",
         "jumps",
         "broken_checks",
+        "payload",
         "num_absent",
         "absent_id",
         "absent_silence",
+        "absent_payload",
     ):
         assert np.array_equal(getattr(whole, name), getattr(parts, name), equal_nan=name == "behaviour")
 
@@ -179,19 +181,27 @@ def test_regular_ids_that_a_window_lacks_are_absent_for_as_long_as_they_are_sile
 ) -> None:
     block = built(frames, stride, tuple(data.draw(st.lists(st.integers(0, len(frames)), max_size=3).map(sorted))))
     seen_s: dict[int, float] = {}
+    payload: dict[int, int] = {}
     windows: dict[int, int] = defaultdict(int)
-    expected = []
+    expected, last = [], []
     for number, start in enumerate(range(0, len(frames) - WINDOW + 1, stride)):
-        ids, times = (column[start : start + WINDOW].tolist() for column in (frames.can_id, frames.timestamp))
+        ids, times, payloads = (
+            column[start : start + WINDOW].tolist()
+            for column in (frames.can_id, frames.timestamp, frames.payload.view("<i8")[:, 0])
+        )
         regular = [can_id for can_id in sorted(windows) if windows[can_id] >= max(3, 0.7 * number)]
         absent = [(can_id, seconds(times[-1] - seen_s[can_id])) for can_id in regular if can_id not in ids]
         expected.append(absent)
+        last += [payload[can_id] for can_id, _ in absent]
         seen_s |= dict(zip(ids, times, strict=True))
+        payload |= dict(zip(ids, payloads, strict=True))
         for can_id in set(ids):
             windows[can_id] += 1
     assert block.num_absent.tolist() == [len(absent) for absent in expected]
     assert block.absent_id.tolist() == [can_id for absent in expected for can_id, _ in absent]
     assert block.absent_silence.tolist() == pytest.approx([each for absent in expected for _, each in absent], rel=1e-6)
+    assert block.absent_payload.tolist() == last
+    assert block.payload.tolist() == [node["payload"] for node in reference(frames, stride)]
 
 
 def test_an_attack_moves_the_past_of_an_id_by_no_more_than_a_clipped_window() -> None:

@@ -8,11 +8,21 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from can_train.errors import CheckpointError
-from can_train_tasks.can.contributions import CHECKSUM, COUNTER, IDENTITY, JUMPS, PERIOD, PROPERTIES, SILENCE
+from can_train_tasks.can.contributions import (
+    CHECKSUM,
+    CONTEXTS,
+    COUNTER,
+    IDENTITY,
+    JUMPS,
+    PERIOD,
+    PROPERTIES,
+    SILENCE,
+)
 from can_train_tasks.can.data.behaviour import WORDS
 from can_train_tasks.can.data.graphs import FlatGraphs, Frames, GraphBuilder, Split
 from can_train_tasks.can.data.payload_fields import CHECKS, CHECKSUM_BITS, crc8
 from can_train_tasks.can.evaluation.rules import (
+    CONTEXT,
     FLAGGED,
     JUMP,
     LEAST_WINDOWS,
@@ -81,7 +91,7 @@ def test_the_id_that_is_silent_is_named(bus):
     added = raised.contributions(flat, np.array([row]))
     assert np.flatnonzero(added.any(axis=1)).tolist() == np.flatnonzero(ids == SILENCED).tolist()
     assert [PROPERTIES[column] for column in _RULE_COLUMNS] == [
-        SILENCE, PERIOD, IDENTITY, COUNTER, CHECKSUM, *JUMPS
+        SILENCE, PERIOD, IDENTITY, COUNTER, CHECKSUM, *JUMPS, *CONTEXTS
     ]  # fmt: skip
 
 
@@ -140,12 +150,12 @@ def test_rules_survive_a_result_file(bus):
     assert RaisedScores.from_judgement({"rules": rules.plain()}) is None
 
 
-def test_rules_of_a_run_from_before_jumps_and_checks_are_read_without_them(bus):
+def test_rules_of_a_run_from_before_jumps_checks_and_context_are_read_without_them(bus):
     flat, rules, rows = bus
     plain = rules.plain()
-    del plain["largest_jump"], plain[JUMP], plain["checks"]
+    del plain["largest_jump"], plain[JUMP], plain["checks"], plain["lines"], plain[CONTEXT]
     older = rules.rarities(flat, rows)
-    older[:, [RULES.index(rule) for rule in (JUMP, COUNTER, CHECKSUM)]] = 0.0
+    older[:, [RULES.index(rule) for rule in (JUMP, COUNTER, CHECKSUM, CONTEXT)]] = 0.0
     assert np.array_equal(Rules.from_plain(plain).rarities(flat, rows), older)
 
 
@@ -357,11 +367,16 @@ def test_one_log_is_told_to_be_too_few_and_the_ids_without_a_value_are_counted(b
     split = Split(train=rows[: -len(rows) // 2], validation=rows[-len(rows) // 2 :], test={})
     counts = learned(Rules.fit(flat, split), flat, split)
     windows = len(split.validation)
-    assert counts == {"windows": windows, "logs": 1, "ids": 4, "checked": 2, "values": 2, "slow": 1, "constant": 1}
+    assert counts == {"windows": windows, "logs": 1, "ids": 4, "checked": 2, "values": 2, "lines": 0, "slow": 1,
+                      "constant": 1}  # fmt: skip
     (note,) = learned_notes(counts)
-    assert note.split(". ") == [
-        "No rule judges silent or late IDs: that takes 5 benign logs, not 1",
-        "Jumps are judged in 2 of 4 IDs (slower than 0.25 s: 1, constant: 1), counters and checksums in 2",
+    silent, others = note.split(". ")
+    assert silent == "No rule judges silent or late IDs: that takes 5 benign logs, not 1"
+    assert others.split(", ") == [
+        "Jumps are judged in 2 of 4 IDs (slower than 0.25 s: 1",
+        "constant: 1)",
+        "counters and checksums in 2",
+        "values that follow from other IDs in 0",
     ]
     of_many, rules, _ = bus
     every = np.arange(len(of_many))
