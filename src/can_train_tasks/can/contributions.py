@@ -37,13 +37,8 @@ BYTES: Final = tuple(f"byte_{number}" for number in range(1, MAX_PAYLOAD_BYTES +
 JUMPS: Final = tuple(f"jump_{word}" for word in WORDS)  # jumps of values in the payload
 CONTEXTS: Final = tuple(f"context_{word}" for word in WORDS)  # values in the payload that disagree with other IDs
 NETWORK_PROPERTIES: Final = (IDENTITY, *BYTES, FRAMES, LAST, GAP, PERIOD, SILENCE, CHANGE, NEIGHBOURS, LATENT)
-PROPERTIES: Final = (
-    *NETWORK_PROPERTIES,
-    COUNTER,
-    CHECKSUM,
-    *JUMPS,
-    *CONTEXTS,
-)  # the others are known to the rules alone
+RULE_PROPERTIES: Final = (COUNTER, CHECKSUM, *JUMPS, *CONTEXTS)  # known to the rules alone
+PROPERTIES: Final = (*NETWORK_PROPERTIES, *RULE_PROPERTIES)
 
 _GAP_FEATURES: Final = ("interval_mean_ms", "interval_std_ms", "regularity")
 _CHANGE_FEATURES: Final = ("bits_changed", "unchanged")
@@ -115,7 +110,7 @@ def _with_absences(nodes: Tensor, overdue: Tensor, batch: GraphBatch) -> Tensor:
 
 def with_rule_columns(contributions: Tensor) -> Tensor:
     """Adds the columns of the rules, with zeros, to a network's contributions [I, P]: [I, columns of `PROPERTIES`]."""
-    return functional.pad(contributions, (0, len(PROPERTIES) - len(NETWORK_PROPERTIES)))
+    return functional.pad(contributions, (0, len(RULE_PROPERTIES)))
 
 
 def shares_of_windows(contributions: Tensor, window: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ class WindowModel(ABC):
         if self.raised is None:
             return {}
         values = self.raised.rules.lines.expected(self._flat, row)
-        return {(node, f"context_{word}"): value for (node, word), value in values.items()}
+        return {(node, CONTEXTS[word]): value for (node, word), value in values.items()}
 
     @property
     def rule_scale(self) -> RuleScale | None:

@@ -34,6 +34,10 @@ PAIRS: Final = 7  # pairs of adjacent bytes among the first eight bytes of a pay
 # first, pairs with the least significant byte first, and bytes.
 WORDS: Final = (*(f"{first}-{first + 1}" for first in range(1, PAIRS + 1)),
                 *(f"{first + 1}-{first}" for first in range(1, PAIRS + 1)), *map(str, range(1, PAIRS + 2)))  # fmt: skip
+# [J] Places of the most and of the least significant byte of each word; those of a word of one byte are equal.
+HIGH_BYTES: Final = np.array([*range(PAIRS), *range(1, PAIRS + 1), *range(PAIRS + 1)])
+LOW_BYTES: Final = np.array([*range(1, PAIRS + 1), *range(PAIRS), *range(PAIRS + 1)])
+_BYTE_MASK: Final = 0xFF
 
 # Columns that compare a frame with its ID's previous frame.
 _COMPARED: Final = [index for index, name in enumerate(BEHAVIOUR) if name not in ("rate", "silence")]
@@ -381,6 +385,13 @@ def _steps(words: NDArray[np.int64], before: NDArray[np.int64]) -> NDArray[np.in
         steps[:, begin : begin + PAIRS] = (new - old).view(np.int16)
     steps[:, 2 * PAIRS :] = (now - then).astype(np.uint8).view(np.int8)
     return steps
+
+
+def word_values(payload: NDArray[np.int64], word: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns the numbers in payloads (see `payload_words`) at positions of `WORDS`; the shapes are broadcast."""
+    high, low = (payload >> (8 * place[word]) & _BYTE_MASK for place in (HIGH_BYTES, LOW_BYTES))
+    numbers: NDArray[np.int64] = np.where(word < 2 * PAIRS, high << 8 | low, low)
+    return numbers
 
 
 def payload_words(payload: NDArray[np.uint8]) -> NDArray[np.int64]:

@@ -28,7 +28,7 @@ from can_train_tasks.can.contributions import (
     PROPERTIES,
     SILENCE,
 )
-from can_train_tasks.can.data.behaviour import BEHAVIOUR, WORDS
+from can_train_tasks.can.data.behaviour import BEHAVIOUR, WORDS, word_values
 from can_train_tasks.can.data.database import Database, DatabaseMessage
 from can_train_tasks.can.data.graphs import (
     EDGE_FEATURES,
@@ -71,14 +71,16 @@ def _bits(word: str) -> list[int]:
     return [bit for byte in word.split("-") for bit in range(8 * int(byte) - 8, 8 * int(byte))]
 
 
+# The word of each property that is about a value in a payload.
+_WORD_OF: Final = {name: word for names in (JUMPS, CONTEXTS) for name, word in zip(names, WORDS, strict=True)}
 _SUBJECTS: Final = {
     **{name: f"payload byte {number}" for number, name in enumerate(BYTES, 1)},
-    **{name: _value_name(word) for names in (JUMPS, CONTEXTS) for name, word in zip(names, WORDS, strict=True)},
+    **{name: _value_name(word) for name, word in _WORD_OF.items()},
 }
 # The bits of each property that is about bytes of a payload.
 _BITS: Final = {
     **{name: _bits(str(number)) for number, name in enumerate(BYTES, 1)},
-    **{name: _bits(word) for names in (JUMPS, CONTEXTS) for name, word in zip(names, WORDS, strict=True)},
+    **{name: _bits(word) for name, word in _WORD_OF.items()},
 }
 # Words for each property. The identity of a new ID is told as "not in benign training data".
 _WORDS: Final = {
@@ -94,14 +96,8 @@ _WORDS: Final = {
     LATENT: "its pattern as a whole",
     COUNTER: "its counter misses a step",
     CHECKSUM: "its checksum is wrong",
-    **{
-        name: f"{_SUBJECTS[name]} jump{'' if '-' in word else 's'} by {{:,.0f}}"
-        for name, word in zip(JUMPS, WORDS, strict=True)
-    },
-    **{
-        name: f"{_SUBJECTS[name]} {'are' if '-' in word else 'is'} {{:,.0f}}"
-        for name, word in zip(CONTEXTS, WORDS, strict=True)
-    },
+    **{name: f"{_SUBJECTS[name]} jump{'' if '-' in _WORD_OF[name] else 's'} by {{:,.0f}}" for name in JUMPS},
+    **{name: f"{_SUBJECTS[name]} {'are' if '-' in _WORD_OF[name] else 'is'} {{:,.0f}}" for name in CONTEXTS},
 }
 _USUAL_WORDS: Final = {
     **dict.fromkeys((*BYTES, FRAMES, NEIGHBOURS), "{:.0f}"),
@@ -295,10 +291,11 @@ class Explainer:
             strongest = np.argsort(-excess[position], kind="stable")[:NAMED_PROPERTIES]
             names = [PROPERTIES[index] for index in strongest if excess[position, index] > 0]
             message = self.database.message(int(flat.ids[code]))
+            usuals = [(name, expected.get((position, name)) if name in CONTEXTS else self._usual(code, name))
+                      for name in (FRAMES, *names)]  # fmt: skip
             frames, *properties = [
                 Property(name=name, value=value, usual=usual, signals=NamedSignals.of(message, name, (value, usual)))
-                for name in (FRAMES, *names)
-                for usual in (expected.get((position, name)) if name in CONTEXTS else self._usual(code, name),)
+                for name, usual in usuals
                 # An ID without an earlier frame has no period and no change.
                 if (value := id_value(flat, row, position, name)) is not None or name not in _OF_BEHAVIOUR
             ]
@@ -358,8 +355,7 @@ def id_value(flat: FlatGraphs, row: int, node: int, name: str) -> float | None:
     if name in JUMPS:
         return float(flat.jumps[flat.node_ptr[row] + node, JUMPS.index(name)])
     if name in CONTEXTS:
-        payload = int(flat.payload[flat.node_ptr[row] + node]).to_bytes(8, "little", signed=True)
-        return float(int.from_bytes(payload[int(byte) - 1] for byte in WORDS[CONTEXTS.index(name)].split("-")))
+        return float(word_values(flat.payload[flat.node_ptr[row] + node], np.array(CONTEXTS.index(name))))
     if name in _OF_BEHAVIOUR:
         column, to_unit = _OF_BEHAVIOUR[name]
         value = float(flat.behaviour[flat.node_ptr[row] + node, BEHAVIOUR.index(column)])

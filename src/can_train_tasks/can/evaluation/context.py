@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple, Self
 import numpy as np
 
 from can_train.fit.packing import members
-from can_train_tasks.can.data.behaviour import PAIRS, WORDS
+from can_train_tasks.can.data.behaviour import WORDS, word_values
 from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
 from can_train_tasks.can.inputs import PUNCTUAL_LOGS
 
@@ -43,11 +43,6 @@ _LEAST_NORM: Final = 1e-3  # a value that its sources explain up to this share o
 _ROUNDING: Final = 1.0  # least deviation of a part, since a target and its sources are whole numbers
 _MOST_NUMBERS: Final = 2**23  # in the table that lines are fitted to: 64 MB. Of longer logs, every k-th window counts
 _WINDOWS_AT_A_TIME: Final = 1024  # whose values are in memory at a time
-# Places of the most and the least significant byte of each word; a word of one byte has only the latter.
-_HIGH: Final = np.array([*range(PAIRS), *range(1, PAIRS + 1), *range(PAIRS + 1)])
-_LOW: Final = np.array([*range(1, PAIRS + 1), *range(PAIRS), *range(PAIRS + 1)])
-_HIGH_WEIGHT: Final = np.array([256] * (2 * PAIRS) + [0] * (PAIRS + 1))
-_BYTE_MASK: Final = 0xFF
 
 
 class Judged(NamedTuple):
@@ -88,9 +83,8 @@ class _LastFrames(NamedTuple):
 
     def readings(self, column: Ints, word: Ints) -> Floats:
         """Returns values [R, F] by the column of their ID and their word; NaN where the ID has no last frame."""
-        payload = self.payload[:, column]
-        high, low = (payload >> (8 * place[word]) & _BYTE_MASK for place in (_HIGH, _LOW))
-        readings: Floats = np.where(self.is_there[:, column], high * _HIGH_WEIGHT[word] + low, np.nan)
+        values = word_values(self.payload[:, column], word)
+        readings: Floats = np.where(self.is_there[:, column], values, np.nan)
         return readings
 
 
@@ -211,10 +205,10 @@ class Context:
             word[judged.node[is_largest]] = self.word[self.target[judged.line[is_largest]]]
         return deviation, word
 
-    def expected(self, flat: FlatGraphs, row: int) -> dict[tuple[int, str], float]:
-        """Returns the values of a window that follow from other IDs, by the place of the node and the word's name."""
+    def expected(self, flat: FlatGraphs, row: int) -> dict[tuple[int, int], float]:
+        """Returns the values of a window that follow from other IDs, by the places of the node and of the word."""
         return {
-            (int(node), WORDS[self.word[self.target[line]]]): float(value)
+            (int(node), int(self.word[self.target[line]])): float(value)
             for judged in self.judge(flat, np.array([row]))
             for node, line, value in zip(judged.node, judged.line, judged.expected, strict=True)
         }

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from can_train.errors import CheckpointError
 from can_train.fit.packing import Members, members
-from can_train_tasks.can.data.behaviour import BEHAVIOUR, PAIRS, WORDS
+from can_train_tasks.can.data.behaviour import BEHAVIOUR, HIGH_BYTES, LOW_BYTES, PAIRS, WORDS
 from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
 from can_train_tasks.can.data.payload_fields import CHECKS, CHECKSUM_BITS, COUNTER_BITS, COUNTERS, MAX_PAYLOAD_BYTES
 from can_train_tasks.can.evaluation.calibration import ScoreScale
@@ -73,9 +73,7 @@ _WHOLE: Final = 1e-3  # largest distance of a mean of bytes from a whole number,
 _BYTE: Final = 256.0
 _RANGES: Final = np.array([_BYTE**2] * (2 * PAIRS) + [_BYTE] * (PAIRS + 1))  # [J]
 # [2 * PAIRS] the word that is the most significant byte of each pair
-_HIGH_BYTES: Final = 2 * PAIRS + np.concatenate([np.arange(PAIRS), np.arange(PAIRS) + 1])
-# [2 * PAIRS] the number of the least significant byte of each pair, from 0
-_LOW_BYTES: Final = np.concatenate([np.arange(PAIRS) + 1, np.arange(PAIRS)])
+_HIGH_BYTES: Final = 2 * PAIRS + HIGH_BYTES[: 2 * PAIRS]
 # The words whose most significant byte is a byte, for each byte.
 _BEGIN_WITH: Final = [[word for word, name in enumerate(WORDS) if name.split("-")[0] == str(byte + 1)]
                       for byte in range(PAIRS + 1)]  # fmt: skip
@@ -549,7 +547,7 @@ def _steady_jumps(
     for pair in range(2 * PAIRS):
         high = _HIGH_BYTES[pair]
         carries = (moves[:, high] > 0) & (largest[:, pair] < CARRIED * _BYTE * largest[:, high])
-        is_value[np.ix_(carries, _BEGIN_WITH[_LOW_BYTES[pair]])] = False
+        is_value[np.ix_(carries, _BEGIN_WITH[LOW_BYTES[pair]])] = False
     # The next log may exceed the largest jump as the largest jump exceeds the median.
     spread = largest / np.maximum(median, 1.0)
     usual = np.where(is_value, largest * np.maximum(spread, 1.0) + LEVELS, np.nan)

@@ -106,7 +106,7 @@ def test_a_forged_value_that_never_jumps_disagrees_for_the_whole_attack_and_is_t
     (row,) = np.flatnonzero((flat.start_time <= 7.5) & (flat.end_time >= 7.5))[:1]
     codes = flat.node_code[flat.node_ptr[row] : flat.node_ptr[row + 1]]
     node = int(np.flatnonzero(flat.ids[codes] == SPEED)[0])
-    expected = rules.lines.expected(flat, row)[node, "1-2"]
+    expected = rules.lines.expected(flat, row)[node, WORDS.index("1-2")]
     told = int.from_bytes(int(flat.payload[flat.node_ptr[row] + node]).to_bytes(8, "little", signed=True)[:2])
     assert told - expected == pytest.approx(3_000, abs=150)
     raised = RaisedScores(rules=rules, scale=RuleScale(threshold=1.0, decade=0.5))
