@@ -217,8 +217,9 @@ _ERROR: Final = re.compile("|".join(_ERRORS))
 _ASSIGNMENT: Final = re.compile(r"^(?:export |declare -\S+ )?[A-Za-z_][\w%()]*=")
 """A line of an environment, whose values may contain any word."""
 _LONGEST_ERROR: Final = 240  # characters
-SETUP_ENDED: Final = "error: cluster.setup ended with exit status "
-"""Beginning of the line with which a job's script names the line of `cluster.setup` that failed."""
+SETUP_ENDED: Final = "cluster.setup ended with exit status"
+"""Words of the error with which a job's script names the line of `cluster.setup` that failed."""
+_SETUP_ERROR: Final = f"error: {SETUP_ENDED} "
 
 
 def last_error_line(text: str) -> str:
@@ -242,7 +243,7 @@ def last_error_line(text: str) -> str:
 def error_in_words(text: str, status: str = "") -> str:
     """Returns the error that a log shows; else the exit status in words and the last line of the log."""
     if error := last_error_line(text):
-        return "; ".join(filter(None, (error, _words_of_setup(text) if error.startswith(SETUP_ENDED) else "")))
+        return "; ".join(filter(None, (error, _words_of_setup(text) if error.startswith(_SETUP_ERROR) else "")))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     training_lines = [line for line in lines if not line.startswith(_SCHEDULER_LINES)] or lines
     last = _cut(f"no error was printed; last line: {training_lines[-1]}", COLUMNS) if training_lines else ""
@@ -251,7 +252,7 @@ def error_in_words(text: str, status: str = "") -> str:
 
 def _words_of_setup(text: str) -> str:
     """Returns the error that a line of `cluster.setup` printed before it ended the job; empty if it printed none."""
-    printed = text.rpartition(SETUP_ENDED)[0].rstrip().rpartition("\n")[2]
+    printed = text.rpartition(_SETUP_ERROR)[0].rstrip().rpartition("\n")[2]
     words = last_error_line(printed)
     return f"it printed: {words}" if words else ""
 

@@ -18,6 +18,7 @@ from submitit.slurm.slurm import SlurmExecutor
 from can_train.config.settings import ClusterSettings
 from can_train.errors import ConfigError
 from can_train.io.units import memory_text, parse_time_min, time_text
+from can_train.runs.run_state import SETUP_ENDED
 from can_train.slurm import container
 from can_train.slurm.client import Node, Partition, programs_folder
 
@@ -395,7 +396,7 @@ def _setup(cluster: ClusterSettings, imports: Sequence[str], after_job: str) -> 
     ]
     # A file that a line sources may contain commands that fail, and handle that themselves.
     failed = ('failed=$?; [ "${#BASH_SOURCE[@]}" -gt "$depth" ] || '
-              'end_setup "$failed" "cluster.setup ended with exit status $failed: $BASH_COMMAND"')  # fmt: skip
+              f'end_setup "$failed" "{SETUP_ENDED} $failed: $BASH_COMMAND"')  # fmt: skip
     trap = ["depth=${#BASH_SOURCE[@]}", f"trap {shlex.quote(failed)} ERR"]
     lines = [*trap, *cluster.setup, "trap - ERR"] if cluster.setup else []
     if cluster.container:
