@@ -6,7 +6,7 @@ import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -33,11 +33,22 @@ def sandbox(repository: Path) -> Iterator[Cluster]:
     if not wanted():
         pytest.skip(f"needs a SLURM: set {VARIABLE}=1")
     with unused_cluster() as cluster:
-        variables = {**os.environ, FOLDER_VARIABLE: str(cluster.folder), PORT_VARIABLE: str(cluster.port)}
-        for verb in ("install", "stop", "start"):  # a session that was killed has stopped nothing
-            subprocess.run([sys.executable, repository / "scripts" / "slurm-sandbox", verb], env=variables, check=True)
+        variables = {FOLDER_VARIABLE: str(cluster.folder), PORT_VARIABLE: str(cluster.port)}
+        call_sandbox(repository, "install", variables)
+        start_anew(repository, variables)
         yield cluster
         daemons.stop(cluster)
+
+
+def start_anew(repository: Path, variables: Mapping[str, str]) -> None:
+    """Starts a sandbox; a session that was killed has stopped nothing."""
+    for verb in ("stop", "start"):
+        call_sandbox(repository, verb, variables)
+
+
+def call_sandbox(repository: Path, verb: str, variables: Mapping[str, str]) -> None:
+    command = [sys.executable, repository / "scripts" / "slurm-sandbox", verb]
+    subprocess.run(command, env={**os.environ, **variables}, check=True)
 
 
 @contextmanager

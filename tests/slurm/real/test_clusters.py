@@ -1,9 +1,6 @@
 """Two clusters with one accounting, whose nodes have different GPUs, and a cluster without accounting."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,38 +10,36 @@ import pytest
 from fakes.own_tasks import CLASSIFIER, write_task
 from sandbox import daemons
 from sandbox.cluster import ACCOUNTING_VARIABLE, FOLDER_VARIABLE, GPUS_VARIABLE, PORT_VARIABLE, Cluster
-from slurm.real.conftest import unused_cluster
+from slurm.real.conftest import start_anew, unused_cluster
 from slurm.real.on_slurm import Slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 
-SANDBOX = Path(__file__).resolve().parents[3] / "scripts" / "slurm-sandbox"
 LINE = ("--epochs", "1", "--device", "cpu", "--submit", "--mem", "900M", "--time", "10", "--json")
 
 
 @contextmanager
-def started(kind: str, accounting: str, gpus: str = "fake:2,fake:2") -> Iterator[Cluster]:
+def started(repository: Path, kind: str, accounting: str, gpus: str = "fake:2,fake:2") -> Iterator[Cluster]:
     with unused_cluster() as unused:
         # A controller keeps the name of its cluster in its folder.
         folder = unused.folder.with_name(f"{unused.folder.name}-{kind}")
         variables = {FOLDER_VARIABLE: str(folder), PORT_VARIABLE: str(unused.port), GPUS_VARIABLE: gpus,
                      ACCOUNTING_VARIABLE: accounting}  # fmt: skip
-        for verb in ("stop", "start"):  # a session that was killed has stopped nothing
-            subprocess.run([sys.executable, SANDBOX, verb], env={**os.environ, **variables}, check=True)
+        start_anew(repository, variables)
         cluster = Cluster.named_by(variables)
         yield cluster
         daemons.stop(cluster)
 
 
 @pytest.fixture
-def second(sandbox: Cluster) -> Iterator[Cluster]:
-    with started("second", f"{sandbox.folder}:{sandbox.port}", "h100:1,t4:2") as cluster:
+def second(sandbox: Cluster, repository: Path) -> Iterator[Cluster]:
+    with started(repository, "second", f"{sandbox.folder}:{sandbox.port}", "h100:1,t4:2") as cluster:
         yield cluster
 
 
 @pytest.fixture
-def without_accounting(sandbox: Cluster) -> Iterator[Cluster]:
-    with started("alone", "off") as cluster:
+def without_accounting(sandbox: Cluster, repository: Path) -> Iterator[Cluster]:
+    with started(repository, "alone", "off") as cluster:
         yield cluster
 
 
