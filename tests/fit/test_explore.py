@@ -167,6 +167,21 @@ def test_a_law_that_the_features_lack_a_power_of_is_not_explained() -> None:
     assert device.probed((Feature("attention", padding=2),), TOKENS[:, :1]).model.explains
 
 
+def test_slow_probes_of_an_unexplained_law_end_where_larger_ones_would_show_no_more() -> None:
+    sizes = np.ceil(20 * np.random.default_rng(0).lognormal(0, 1, 2_000))
+    gradients = A_NODE * float(sizes.mean())
+
+    def largest(*, has_time: bool) -> int:
+        device = Device(partial(uneven, sizes))
+        bounds = ProbeBounds(capacity_bytes=16 * GIB, gradient_bytes=gradients, has_time=lambda: has_time)
+        assert not fit_by_probes(device, (Feature("samples"),), np.ones((2_000, 1)), bounds).model.explains
+        assert max(device.peaks) > BASE + 32 * gradients
+        return max(device.sizes)
+
+    assert largest(has_time=True) == 2 * SMALLEST_PROBE * ROUNDS[-1]
+    assert largest(has_time=False) <= 2 * SMALLEST_PROBE * ROUNDS[3]
+
+
 def test_the_largest_probe_is_the_first_reading_of_a_search() -> None:
     device = Device(straight)
     probed = device.probed()

@@ -9,10 +9,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import WeightedRandomSampler
 
 from can_train import Feature, Phase, Task, predict_peak, simulated_gpu
+from can_train.config.settings import TrainingSettings
 from can_train.errors import DataError, DoesNotFitError, TaskError
+from can_train.fit.explore import Explorer
+from can_train.fit.plan_notices import limits_notices
+from can_train.memory.meters import SimulatedMeter
 from can_train.training.sample_task import tables
 from can_train.training.session import Session
 from can_train.training.train import make_session, train
@@ -59,11 +64,49 @@ def test_its_gradient_is_that_of_a_plain_loop(tmp_path: Path) -> None:
     torch.testing.assert_close(weights(session), plain, rtol=1e-12, atol=1e-13)
 
 
-def test_samples_of_different_length_count_their_padded_lengths() -> None:
+def test_samples_of_different_length_count_their_lengths_padded_and_summed() -> None:
     task = Words()
-    assert task.memory_features == (Feature("length", 1), Feature("length", 2), Feature("samples"))
+    lengths = (Feature("length", 1), Feature("length", 2), Feature("length", 0))
+    assert task.memory_features == (*lengths, Feature("samples"))
     lengths = [len(task.sample(row)) for row in range(5)]
     assert task.batch_features(np.arange(5))[:, 0].tolist() == lengths
+
+
+class Packed(Words):
+    """Computes its words as packed sequences: padding takes no memory."""
+
+    def model(self) -> nn.Module:
+        return nn.LSTM(2, 16, batch_first=True)
+
+    def loss(self, model: nn.Module, batch: Any) -> Losses:
+        values, lengths = batch
+        packed = pack_padded_sequence(values.to(torch.float32), lengths, batch_first=True, enforce_sorted=False)
+        return {"size": (model(packed)[0].data.square().sum(), len(lengths))}
+
+
+class Concatenated(Words):
+    """Collates its words one after another."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        return torch.cat([*samples]).to(torch.float32), len(samples)
+
+    def loss(self, model: nn.Module, batch: Any) -> Losses:
+        return {"size": (model(batch[0]).square().sum(), batch[1])}
+
+
+@pytest.mark.parametrize("kind", [Packed, Concatenated])
+def test_the_memory_of_sequences_without_padding_follows_their_lengths(kind: type[Words]) -> None:
+    task = kind()
+    meter = SimulatedMeter(64 * 2**20)
+    explorer = Explorer(task=task, model=task.build_model(), training=TrainingSettings(), meter=meter,
+                        rows=task.train_rows)  # fmt: skip
+    with meter.active():
+        limits = explorer.explore(lambda costs: float(costs.each().sum()))
+    assert limits.training.model.explains
+    assert not [notice for notice in limits_notices(limits) if "padded to a fixed length" in notice]
 
 
 def test_a_micro_batch_is_padded_to_its_own_longest_sample() -> None:

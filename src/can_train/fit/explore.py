@@ -89,9 +89,10 @@ SMALLEST_PROBE: Final = 4  # Samples of a first probe; with fewer, the shape of 
 # Cost of the largest probe in units of the gradients' size: a line fitted below that bends where activations outgrow
 # the gradients, later the less it bends.
 _BEYOND_GRADIENTS: Final = 4.0
-# Multiple of such a cost that probes without a line grow to beyond `ROUNDS`: a bend there shows in three sizes of
-# batches after it.
+# Multiple of such a cost that probes without a line grow to beyond `ROUNDS`, and beyond `_PROBE_SECONDS`: a bend there
+# shows in three sizes of batches after it.
 _WORTH_GROWING: Final = 8.0
+_PROBE_SECONDS: Final = 10.0  # Most probes take less than one; long recurrences on a processor take many
 # Cost of the largest probe in units of the most that a kernel takes: its sums are a part of the cost. The critic of a
 # WGAN-GP in bf16, recorded for an H100, grows evenly from 13 times as much on.
 _BEYOND_KERNELS: Final = 16.0
@@ -112,6 +113,7 @@ class ProbeBounds:
     first_round: int = 1  # Multiple of the first probes' size, about
     most_distinct: int = sys.maxsize  # Samples that differ in a probe; a larger probe repeats them
     wanted_cost: float = math.inf  # Of the largest batch that is worth trying: beyond it no line is needed
+    has_time: Callable[[], bool] = lambda: True  # Tells whether larger probes than show a line may be run
 
     @property
     def line_shows(self) -> float:
@@ -185,7 +187,8 @@ def fit_by_probes(
         is_enough = not is_first or (bounds.first_round > 1 and len(readings) > len(features) + 1)
         if not complete or (is_enough and (agreed or largest > PROBE_SHARE * capacity_bytes)):
             break
-        if multiple >= ROUNDS[-1] and cost >= _WORTH_GROWING * bounds.line_shows:
+        is_last = multiple >= ROUNDS[-1] or not bounds.has_time()
+        if is_last and cost >= _WORTH_GROWING * bounds.line_shows:
             break
     totals, peak = max(readings, key=lambda reading: reading[1])
     return ProbeFit(model=model, largest_cost=float(totals @ np.asarray(model.coefficients)), largest_peak=peak)
@@ -299,9 +302,11 @@ def probe(work: Workload, meter: Meter, bounds: ProbeBounds | None = None) -> Pr
         return peak.allocated
 
     page_bytes = read_allocator_settings().large_page_bytes
+    end = meter.seconds() + _PROBE_SECONDS
     bounds = bounds or ProbeBounds(
-        capacity_bytes=meter.capacity_bytes, gradient_bytes=work.gradient_bytes, kernel_bytes=meter.kernel_bytes
-    )
+        capacity_bytes=meter.capacity_bytes, gradient_bytes=work.gradient_bytes, kernel_bytes=meter.kernel_bytes,
+        has_time=lambda: meter.seconds() < end,
+    )  # fmt: skip
     fit = fit_by_probes(measure, work.features, work.counts, bounds)
     return replace(fit, slack_bytes=float(slack_bytes), largest_seconds=largest_seconds)
 

@@ -49,7 +49,7 @@ def limits_notices(limits: DeviceLimits) -> Iterator[str]:
     """
     phases = (("training", limits.training), ("evaluation", limits.evaluation))
     for mode, phase in phases:
-        names = ", ".join(feature.name for feature in phase.model.features)
+        names = ", ".join(dict.fromkeys(feature.name for feature in phase.model.features))
         # Of a hundredth of the device, the allocator's rounding is a large part, and no size depends on it.
         if phase.peak_bytes(phase.tuned_limit) < _SMALL_SHARE * limits.capacity_bytes:
             continue
@@ -65,9 +65,10 @@ def limits_notices(limits: DeviceLimits) -> Iterator[str]:
         (feature, coefficient * mean ** max(feature.padding, 1))
         for feature, coefficient, mean in zip(model.features, model.coefficients, means, strict=True)
     ]
-    padded = [(feature.name, share) for feature, share in shares if feature.padding]
-    if padded and sum(share for _, share in padded) <= _PADDED_SHARE * sum(share for _, share in shares):
-        names = ", ".join(dict.fromkeys(name for name, _ in padded))
+    padded = dict.fromkeys(feature.name for feature in model.features if feature.padding)
+    of_lengths = sum(share for feature, share in shares if feature.name in padded)
+    if padded and of_lengths <= _PADDED_SHARE * sum(share for _, share in shares):
+        names = ", ".join(padded)
         fixed = f"Memory does not grow with the lengths of samples ({names}): they seem to be padded to a fixed length"
         yield f"{fixed}; padded to the longest of the samples that are collated, short ones would take less"
     for mode, phase in phases:

@@ -75,6 +75,9 @@ _WARM_SHARE: Final = 1 / 16
 # and largest size that leaves a limit as good as found, though there was no time for more.
 _WORTH_A_TRIAL: Final = 1.25
 _NEARLY: Final = 1.1
+# Multiple of a predicted peak that the device must have where there is no time to try its batch: such a batch fits
+# though the line bends up.
+_FAR_LESS: Final = 4.0
 
 
 @dataclass(frozen=True)
@@ -372,10 +375,17 @@ def find_phase_limit(probes: ProbeFit, measure: Measure, order: BatchCosts, boun
                      affordable=affordable)  # fmt: skip
     search.run(min(_UNITS, max(fits + 1, int(predicted / unit))))
     cost, peak = largest
+    # Where there was no time for a trial, a probe may have shown that all that is wanted fits.
+    is_enough = search.fits >= _UNITS or probes.largest_cost >= bounds.upper
+    if untried > cost and model.explains and not search.ooms:
+        ratio = max(peak - model.base_bytes, 1.0) / cost
+        if _FAR_LESS * model.peak_bytes(bounds.upper, ratio=ratio) < bounds.capacity_bytes:
+            return SearchResult(model=model, tuned_limit=bounds.upper, capped=True, measured_ratio=ratio,
+                                mean_totals=mean_totals)  # fmt: skip
     return SearchResult(
         model=model,
         tuned_limit=cost,
-        capped=search.fits >= _UNITS or untried > _NEARLY * cost,
+        capped=is_enough or untried > _NEARLY * cost,
         untried=untried if untried > cost else 0.0,
         trials=search.trials,
         ooms=search.ooms,

@@ -10,7 +10,7 @@ from can_train.fit.factor_rule import NO_AIM, STATIC
 from can_train.io.units import count_range, counted, size_text
 
 if TYPE_CHECKING:
-    from can_train.fit.cost_model import CostModel, DeviceLimits
+    from can_train.fit.cost_model import DeviceLimits, SearchResult
     from can_train.fit.run_plan import RunPlan
     from can_train.fit.step_time import MicroBatchChoice
     from can_train.training.dry_run import CardPlan
@@ -24,6 +24,7 @@ _REASONS: Final = {
     "min_steps": "a larger one would leave too few steps an epoch",
 }
 
+_SHOWN_SHARE: Final = 1e-3  # of a mean sample's cost; of less, a coefficient is noise of the fit
 _PADDING: Final = {0: "", 1: " (padded)", 2: " (padded, squared)"}
 
 _PLACEMENTS: Final = {
@@ -146,7 +147,7 @@ def plan_details(run_plan: RunPlan) -> list[tuple[str, str]]:
         if limits is None or peak is None:
             continue
         lines += [("phase", phase.phase)] if phase.phase else []
-        lines.append(("memory", _cost_model_text(limits.training.model)))
+        lines.append(("memory", _cost_model_text(limits.training)))
         if phase.micro_batch:
             lines.append(("micro-batch", _trials_text(phase.micro_batch)))
         if phase.rung:
@@ -369,11 +370,16 @@ def _part_text(part: Mapping[str, Any]) -> str:
     return f"{part['kind']}: {made_by}" if made_by else str(part["kind"])
 
 
-def _cost_model_text(model: CostModel) -> str:
+def _cost_model_text(limit: SearchResult) -> str:
+    model = limit.model
+    shares = [
+        coefficient * mean ** max(feature.padding, 1)
+        for feature, coefficient, mean in zip(model.features, model.coefficients, limit.mean_totals, strict=True)
+    ]
     terms = [
         f"{coefficient / 1024:.4g} KiB · {feature.name}" + _PADDING.get(feature.padding, f" (max^{feature.padding})")
-        for feature, coefficient in zip(model.features, model.coefficients, strict=True)
-        if coefficient > 0
+        for feature, coefficient, share in zip(model.features, model.coefficients, shares, strict=True)
+        if share > _SHOWN_SHARE * sum(shares)
     ]
     return " + ".join([size_text(model.base_bytes), *terms]) + f" (probes lie within {model.relative_residual:.1%})"
 

@@ -49,7 +49,8 @@ _SAMPLES: Final = Feature("samples")
 _PORTION: Final = 256  # Samples that are read ahead as if they were a logical batch, where nothing is trained
 _LOOK: Final = 64  # Samples that are looked at to find out whether samples differ in length
 _PADDED: Final = 1  # Row lengths of padded batches grow memory linearly,
-_SQUARED: Final = 2  # and attention between their positions with the square
+_SQUARED: Final = 2  # and attention between their positions with the square;
+_SUMMED: Final = 0  # packed sequences and concatenated samples have no padding
 _DIGITS: Final = 4  # Significant ones of a figure that is shown
 _MOST_SHARES: Final = 10_000  # Of a prediction that is read as shares
 _SHARES_ATOL: Final = 1e-2  # By which shares miss a sum of 1 in half precision
@@ -221,7 +222,7 @@ class Task(BatchTask):
 
         The name alone: a batch has the sum over its samples. `Feature("tokens", padding=1)`: samples are padded to the
         longest; `padding=2`: and attention is computed between all pairs. The first one is the main feature. Without an
-        override, samples count alike; those with tensors of different lengths count their lengths, padded.
+        override, samples count alike; those with tensors of different lengths count their lengths, padded and summed.
         """
         return {}
 
@@ -1305,10 +1306,12 @@ def _feature(kind: str | Feature) -> Feature:
 
 
 def _lengths(sample: Any) -> dict[str | Feature, float]:
-    """Counts the lengths of a sample's tensors, which are padded where samples are collated."""
+    """Counts the lengths of a sample's tensors, which are padded, packed or concatenated where samples are collated:
+    the probes tell which.
+    """
     lengths = [float(tensor.shape[0]) for tensor in leaves(sample) if tensor.ndim]
     names = ["length"] if len(lengths) == 1 else [f"length {number}" for number in range(1, len(lengths) + 1)]
-    return {Feature(name, padding): length for padding in (_PADDED, _SQUARED)
+    return {Feature(name, padding): length for padding in (_PADDED, _SQUARED, _SUMMED)
             for name, length in zip(names, lengths, strict=True)}  # fmt: skip
 
 
