@@ -48,6 +48,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"the name of a test has an address of memory: {named[0]}")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Seeds PyTorch: else the weights of a test's model depend on the tests that ran before in its process."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
 def pytest_report_header() -> str:
     packages = ("torch", "torch_geometric", "numpy", "polars", "hydra-core", "hydra-zen", "submitit", "typer")
     return ", ".join(f"{package} {version(package)}" for package in packages)
