@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -38,6 +38,10 @@ class Feature:
     name: str
     padding: int = 0
     factors: tuple[str, ...] = ()
+
+
+SAMPLES: Final = Feature("samples")
+"""Each sample counts as one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +127,7 @@ class ReferenceModel(ABC):
 
     role: str
     name: str
-    features: Sequence[Feature] = (Feature("samples"),)
+    features: Sequence[Feature] = (SAMPLES,)
     model: nn.Module
     rows: NDArray[np.int64]
     placements: Sequence[str] = ("device", "cache", "offload")
@@ -201,7 +205,7 @@ class BatchTask(ABC):
     train_rows: NDArray[np.int64]
     validation_rows: NDArray[np.int64]
     loss_weights: Mapping[str, float] = {}
-    memory_features: Sequence[Feature] = (Feature("samples"),)
+    memory_features: Sequence[Feature] = (SAMPLES,)
     sample_note: str = ""
     estimated_train_rows: int = 0
     in_order: bool = False

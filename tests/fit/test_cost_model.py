@@ -8,13 +8,22 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import nnls
 
-from can_train.fit.cost_model import ALLOCATION_QUANTUM, UNSEEN, CostModel, fit_cost_model, nonnegative_least_squares
-from can_train.task import Feature
+from can_train.fit.cost_model import (
+    AGREED,
+    ALLOCATION_QUANTUM,
+    UNSEEN,
+    CostModel,
+    fit_cost_model,
+    nonnegative_least_squares,
+)
+from can_train.fit.packing import BatchCosts, batch_totals
+from can_train.task import SAMPLES, Feature
 
 MIB = 2**20
+Counts = NDArray[np.float64]
 GRAPHS = (Feature("nodes"), Feature("edges"))
 THREE = (*GRAPHS, Feature("graphs"))
 
@@ -111,6 +120,47 @@ def test_peaks_that_fall_leave_a_byte_a_unit_and_are_not_explained() -> None:
     model = simple([90e6, 80e6, 70e6], [10, 20, 30])
     assert model.coefficients == (1.0,)
     assert not model.explains
+
+
+SENTENCES = (Feature("tokens", padding=1), Feature("tokens", padding=2), SAMPLES)
+LENGTHS = st.lists(st.integers(3, 200), min_size=4, max_size=40).filter(lambda lengths: len(set(lengths)) > 3)
+
+
+def of_sentences(lengths: Sequence[int], *, left_out: float, squared: float = 0.0) -> tuple[CostModel, Counts]:
+    """Fits to batches of sentences whose last words are left out; returns the counts of the sentences, too."""
+    counts = np.array([[length, length, 1.0] for length in lengths])
+    batches = [counts[order[:size]] for order in (np.argsort(counts[:, 0]), np.arange(len(counts)))
+               for size in (1, 2, 3, len(counts))]  # fmt: skip
+    totals = np.stack([batch_totals(SENTENCES, batch) for batch in batches])
+    peaks = MIB + totals @ [10_000.0, squared, -10_000.0 * left_out]
+    return fit_cost_model(SENTENCES, totals, peaks), counts
+
+
+@given(lengths=LENGTHS, left_out=st.floats(1.0, 2.0), squared=st.just(0.0) | st.floats(10.0, 100.0))
+def test_words_that_are_left_out_of_each_sentence_are_found(
+    lengths: list[int], left_out: float, squared: float
+) -> None:
+    model, counts = of_sentences(lengths, left_out=left_out, squared=squared)
+    assert model.relative_residual <= AGREED
+    mixed = batch_totals(SENTENCES, counts[::2])
+    truth = float(mixed @ [10_000.0, squared, -10_000.0 * left_out])
+    assert model.cost(counts[::2]) == pytest.approx(truth, rel=0.02)
+
+
+@given(lengths=LENGTHS, left_out=st.floats(0.0, 4.0), others=st.lists(st.integers(1, 300), min_size=1, max_size=30))
+def test_no_sample_costs_less_than_nothing_and_no_larger_batch_less(
+    lengths: list[int], left_out: float, others: list[int]
+) -> None:
+    model, _ = of_sentences(lengths, left_out=left_out)
+    costs = BatchCosts.priced(model, np.array([[length, length, 1.0] for length in others]))
+    assert costs.each().min() >= 0
+    growing = [costs.cost(0, stop) for stop in range(len(others) + 1)]
+    assert growing == sorted(growing)
+
+
+def test_a_line_that_holds_has_no_negative_coefficient() -> None:
+    model, _ = of_sentences([5, 9, 20, 40, 41], left_out=0.001)
+    assert min(model.coefficients) >= 0
 
 
 def test_a_single_probe_is_priced_as_it_was() -> None:

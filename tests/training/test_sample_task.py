@@ -97,8 +97,19 @@ class Concatenated(Words):
         return {"size": (model(batch[0]).square().sum(), batch[1])}
 
 
-@pytest.mark.parametrize("kind", [Packed, Concatenated])
-def test_the_memory_of_sequences_without_padding_follows_their_lengths(kind: type[Words]) -> None:
+class NextWord(Words):
+    """Predicts each word from the one before, so that the last of each sentence is no input."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 2))
+
+    def loss(self, model: nn.Module, batch: Any) -> Losses:
+        values = batch[0].to(torch.float32)
+        return {"error": ((model(values[:, :-1]) - values[:, 1:]).square().sum(), batch[1].sum())}
+
+
+@pytest.mark.parametrize("kind", [Packed, Concatenated, NextWord])
+def test_the_memory_of_sequences_follows_the_part_of_their_lengths_that_is_computed(kind: type[Words]) -> None:
     task = kind()
     meter = SimulatedMeter(64 * 2**20)
     explorer = Explorer(task=task, model=task.build_model(), training=TrainingSettings(), meter=meter,

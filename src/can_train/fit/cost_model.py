@@ -17,7 +17,7 @@ import numpy as np
 from can_train.errors import ArgumentError
 from can_train.fit.packing import BatchCosts, batch_totals, counts_of
 from can_train.memory.catalogue import predicted_room
-from can_train.task import Feature
+from can_train.task import SAMPLES, Feature
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +33,11 @@ UNSEEN: Final = 0.01
 # Largest relative residual of probes that the features explain; probes that follow their features lie
 # within 0.1 %.
 EXPLAINED: Final = 0.02
+AGREED: Final = 0.005  # Relative residual that ends the probes
+# Multiple of the residual without it that a negative coefficient of samples must reach at most.
+_LESS_HELPS: Final = 0.5
+# Share of a probe's cost that such a coefficient leaves at least: other samples may be shorter than those of a probe.
+_LEAST_LEFT: Final = 0.25
 ROUND_OFF: Final = 1e-9  # Share of the largest peak below which a fitted coefficient is round-off of zero
 
 
@@ -41,7 +46,8 @@ class CostModel:
     """`peak_bytes = base + Σ coefficient · feature`, for forward and backward."""
 
     features: tuple[Feature, ...]
-    coefficients: tuple[float, ...]  # [F] bytes a unit, none negative: a larger batch never costs less
+    # [F] bytes a unit, none negative but that of `SAMPLES`, where no sample's cost is: a larger batch never costs less.
+    coefficients: tuple[float, ...]
     base_bytes: float  # Peak of an empty batch: weights, gradients, optimizer state
     sigma_bytes: float  # Standard deviation of the probes' residuals
     # [F + 1, F + 1] of (base, coefficients) in units of sigma²: uncertainty grows with extrapolation.
@@ -92,23 +98,22 @@ class CostModel:
 def fit_cost_model(features: Sequence[Feature], totals: NDArray[np.float64], peaks: NDArray[np.float64]) -> CostModel:
     """Fits base and coefficients to probes, with feature totals [P, F] and peaks [P] in bytes, by least squares with no
     negative solution. Features that the probes cannot tell apart share their coefficient.
+
+    Where such a line does not hold, samples may take less than their features: of sentences whose next words are
+    predicted, each is one word shorter than its feature.
     """
     scale = np.maximum(totals.max(axis=0), 1.0)
     rows = np.column_stack([np.ones(len(peaks)), totals / scale])
-    # The fit would give all of the weight to one of several equal columns: which one is arbitrary, and a batch whose
-    # features are mixed otherwise than in the probes would be far off.
-    distinct, group = np.unique(rows, axis=1, return_inverse=True)
-    # In units of the largest peak: the fit stops at an absolute tolerance.
-    largest = float(peaks.max())
-    shares = nonnegative_least_squares(distinct, peaks / largest)
-    shares[shares < ROUND_OFF] = 0.0
-    solution = (largest * shares / np.bincount(group))[group]
-    residuals = peaks - rows @ solution
+    solution = _nonnegative_solution(rows, peaks)
+    if SAMPLES in features and _largest_residual(rows, peaks, solution) > AGREED:
+        shorter = _solution_with_less(rows, peaks, 1 + [*features].index(SAMPLES))
+        if _largest_residual(rows, peaks, shorter) < _LESS_HELPS * _largest_residual(rows, peaks, solution):
+            solution = shorter
+    residuals, relative = peaks - rows @ solution, _largest_residual(rows, peaks, solution)
     freedom = max(len(peaks) - int(np.linalg.matrix_rank(rows)), 1)
     if not solution[1:].any():
         # Nothing grows with the batch. A byte a unit changes no prediction and keeps batches comparable.
         solution[1:] = scale
-    costs = np.maximum(rows[:, 1:] @ solution[1:], ALLOCATION_QUANTUM)
     unscale = np.concatenate([[1.0], 1 / scale])
     covariance = np.linalg.pinv(rows.T @ rows) * np.outer(unscale, unscale)
     return CostModel(
@@ -117,8 +122,40 @@ def fit_cost_model(features: Sequence[Feature], totals: NDArray[np.float64], pea
         base_bytes=float(solution[0]),
         sigma_bytes=max(math.sqrt(float(residuals @ residuals) / freedom), float(ALLOCATION_QUANTUM)),
         covariance=tuple(tuple(row) for row in covariance.tolist()),
-        relative_residual=float(np.max(np.abs(residuals) / costs)),
+        relative_residual=relative,
     )
+
+
+def _nonnegative_solution(rows: NDArray[np.float64], peaks: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns base and coefficients [N] in bytes for scaled features [P, N], of which the first is 1."""
+    # The fit would give all of the weight to one of several equal columns: which one is arbitrary, and a batch whose
+    # features are mixed otherwise than in the probes would be far off.
+    distinct, group = np.unique(rows, axis=1, return_inverse=True)
+    # In units of the largest peak: the fit stops at an absolute tolerance.
+    largest = float(peaks.max())
+    shares = nonnegative_least_squares(distinct, peaks / largest)
+    shares[shares < ROUND_OFF] = 0.0
+    solution: NDArray[np.float64] = (largest * shares / np.bincount(group))[group]
+    return solution
+
+
+def _solution_with_less(rows: NDArray[np.float64], peaks: NDArray[np.float64], samples: int) -> NDArray[np.float64]:
+    """Returns base and coefficients where that of the column `samples` may be negative; without such a coefficient
+    where batches of one size alone were probed, or where a probe would cost next to nothing.
+    """
+    solution = _nonnegative_solution(np.column_stack([rows, -rows[:, samples]]), peaks)
+    solution, less = solution[:-1], float(solution[-1])
+    costs = rows[:, 1:] @ solution[1:]
+    if np.ptp(rows[:, samples]) > 0 and (costs - less * rows[:, samples] >= _LEAST_LEFT * costs).all():
+        solution[samples] -= less
+        return solution
+    return _nonnegative_solution(rows, peaks)
+
+
+def _largest_residual(rows: NDArray[np.float64], peaks: NDArray[np.float64], solution: NDArray[np.float64]) -> float:
+    """Returns the largest residual ÷ cost over the probes."""
+    costs = np.maximum(rows[:, 1:] @ solution[1:], ALLOCATION_QUANTUM)
+    return float(np.max(np.abs(peaks - rows @ solution) / costs))
 
 
 # As scipy.optimize's `nnls`, whose import takes half a second of each training.
@@ -355,7 +392,6 @@ def typical_totals(model: CostModel, mean_totals: Sequence[float], cost: float) 
     return totals
 
 
-AGREED: Final = 0.005  # Relative residual that ends the probes
 # Shares of the readings, smallest first, that are left out in turn to find a line.
 _DROPPED: Final = (0.0, 0.25, 0.5, 0.7, 0.8)
 ProbeReading = tuple["NDArray[np.float64]", float]  # Of a probe: batch totals [F], and peak in bytes

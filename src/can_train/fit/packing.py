@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from can_train.errors import ArgumentError
-from can_train.task import Feature
+from can_train.task import SAMPLES, Feature
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -114,7 +114,7 @@ def counts_of(batch: Any) -> tuple[list[Feature], NDArray[np.float64]]:
     if given.ndim != 2 or not (np.isfinite(given) & (given >= 0)).all():
         rule = "A batch is a number of samples, or what each of them counts, finite and not negative"
         raise ArgumentError(rule, value=f"{batch!r:.80}")
-    return [*named, Feature("samples")], np.column_stack([given, np.ones(len(given))])
+    return [*named, SAMPLES], np.column_stack([given, np.ones(len(given))])
 
 
 def packing_order(features: Sequence[Feature], counts: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -167,7 +167,7 @@ class BatchCosts:
         self._coefficients = np.asarray(coefficients, dtype=np.float64)
         # Padded costs do not add up, so only summed ones have prefix sums.
         is_summed = not any(feature.padding for feature in self._features)
-        self._sums = np.concatenate([[0.0], (counts @ self._coefficients).cumsum()]) if is_summed else None
+        self._sums = np.concatenate([[0.0], self.each().cumsum()]) if is_summed else None
 
     @classmethod
     def priced(cls, model: CostModel, counts: NDArray[np.float64]) -> BatchCosts:
@@ -238,7 +238,8 @@ class BatchCosts:
     def each(self) -> NDArray[np.float64]:
         """Returns [R], the cost of each sample alone."""
         powers = [max(feature.padding, 1) for feature in self._features]
-        return np.asarray(self._counts ** np.asarray(powers) @ self._coefficients)
+        costs: NDArray[np.float64] = np.maximum(self._counts ** np.asarray(powers) @ self._coefficients, 0.0)
+        return costs
 
     def reach(self, start: int, limit: float) -> int:
         """Returns the largest `stop` such that samples `start:stop` cost at most `limit`; `start` where none do."""
@@ -254,7 +255,7 @@ class BatchCosts:
             look *= 2
 
     def _growing(self, start: int, stop: int) -> NDArray[np.float64]:
-        return growing_totals(self._features, self._counts[start:stop]) @ self._coefficients
+        return np.maximum(growing_totals(self._features, self._counts[start:stop]) @ self._coefficients, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -377,11 +377,12 @@ def _cost_model_text(limit: SearchResult) -> str:
         for feature, coefficient, mean in zip(model.features, model.coefficients, limit.mean_totals, strict=True)
     ]
     terms = [
-        f"{coefficient / 1024:.4g} KiB · {feature.name}" + _PADDING.get(feature.padding, f" (max^{feature.padding})")
+        f" {'−' if coefficient < 0 else '+'} {abs(coefficient) / 1024:.4g} KiB · {feature.name}"
+        + _PADDING.get(feature.padding, f" (max^{feature.padding})")
         for feature, coefficient, share in zip(model.features, model.coefficients, shares, strict=True)
-        if share > _SHOWN_SHARE * sum(shares)
+        if abs(share) > _SHOWN_SHARE * sum(shares)
     ]
-    return " + ".join([size_text(model.base_bytes), *terms]) + f" (probes lie within {model.relative_residual:.1%})"
+    return "".join([size_text(model.base_bytes), *terms]) + f" (probes lie within {model.relative_residual:.1%})"
 
 
 def _tuned_limit_text(limits: DeviceLimits) -> str:

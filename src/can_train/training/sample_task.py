@@ -32,7 +32,7 @@ from can_train.memory.cuda_operators import on_host
 from can_train.memory.host import available_bytes
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.reporter import Reporter, SilentReporter, TextTable
-from can_train.task import BatchTask, Feature, LogicalBatch, Phase, Predictions, UpcomingBatch
+from can_train.task import SAMPLES, BatchTask, Feature, LogicalBatch, Phase, Predictions, UpcomingBatch
 from can_train.training.read_ahead import Failed, SampleReader, is_in_memory
 from can_train.training.resident_samples import ResidentSamples, size_of
 from can_train.training.streams import LOOKED, End, StreamParts, StreamReader, TrainingStream, is_stream, length_of
@@ -45,7 +45,6 @@ MODEL: Final = "model"
 _HELD_OUT: Final = 0.1  # Share of the training samples that validate where a task names no such set
 _KEPT_SHARE: Final = 0.25  # Of the available host memory, for the samples of a validation or test stream
 _SAMPLE_BYTES: Final = 200  # That a sample takes beside its tensors
-_SAMPLES: Final = Feature("samples")
 _PORTION: Final = 256  # Samples that are read ahead as if they were a logical batch, where nothing is trained
 _LOOK: Final = 64  # Samples that are looked at to find out whether samples differ in length
 _PADDED: Final = 1  # Row lengths of padded batches grow memory linearly,
@@ -558,7 +557,7 @@ class Task(BatchTask):
         if not count:
             looked = np.unique(np.linspace(0, total - 1, min(total, _LOOK)).astype(np.int64))
             if len({tuple(tensor.shape for tensor in leaves(self.sample(int(row)))) for row in looked}) == 1:
-                return (Feature("samples"),), None
+                return (SAMPLES,), None
         counted = []
         stage_name = "counting what samples hold"
         indexed = min(total, self._stream_row)
@@ -573,7 +572,7 @@ class Task(BatchTask):
                 counted.append(self._count(row, sample))
                 stage.advance(1)
         kinds = {kind: None for counts in counted for kind in counts}
-        features = [*kinds, *([_SAMPLES] if _SAMPLES not in kinds else [])]
+        features = [*kinds, *([SAMPLES] if SAMPLES not in kinds else [])]
         return tuple(features), _table(counted, features)
 
     def _count(self, row: int, sample: Any) -> dict[Feature, float]:
@@ -1296,7 +1295,7 @@ def _shown(value: Any) -> str:
 
 def _table(counted: Sequence[Mapping[Feature, float]], features: Sequence[Feature]) -> NDArray[np.float64]:
     """Returns [R, F]: the counts of samples. Each sample counts as one."""
-    table = [[1.0 if kind == _SAMPLES and kind not in counts else float(counts.get(kind, 0.0)) for kind in features]
+    table = [[1.0 if kind == SAMPLES and kind not in counts else float(counts.get(kind, 0.0)) for kind in features]
              for counts in counted]  # fmt: skip
     return np.asarray(table)
 
