@@ -20,7 +20,7 @@ from can_train.fit.plan_notices import limits_notices
 from can_train.memory.meters import SimulatedMeter
 from can_train.training.sample_task import tables
 from can_train.training.session import Session
-from can_train.training.train import make_session, train
+from can_train.training.train import make_session, train, validation_loss
 from fakes.line_fit import fixed, line_parts
 from fakes.sample_tasks import Losses, TwoPhases, TwoTerms, Words
 from fakes.streams import streamed
@@ -277,6 +277,52 @@ def test_what_a_task_took_from_its_training_data_is_saved_with_the_weights(tmp_p
     saved = session.checkpoints.newest()
     assert saved is not None
     assert saved["task"] == {"samples": 40}
+
+
+class Forces(Words):
+    """Learns an energy by its gradient, which validation, metrics and predictions need, too."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forces(self, model: nn.Module, batch: Any) -> Tensor:
+        values = batch[0].requires_grad_(True)
+        return torch.autograd.grad(model(values).sum(), values, create_graph=True)[0]
+
+    def loss(self, model: nn.Module, batch: Any) -> Losses:
+        nothing = 0 * torch.rand(())
+        forces = self.forces(model, batch)
+        return {"force": ((forces + nothing + batch[0].detach()).square().sum(), batch[1].sum())}
+
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Any, Any]]:
+        return {"force": (self.forces(model, batch).abs().sum(), batch[1].sum())}
+
+    def predict(self, model: nn.Module, batch: Any) -> Sequence[Any]:
+        return [force[:length] for force, length in zip(self.forces(model, batch), batch[1], strict=True)]
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_a_task_that_takes_gradients_itself_is_validated_and_judged(precision: str, tmp_path: Path) -> None:
+    session = trained(tmp_path, Forces(), epochs=2, precision=precision)
+    task, model = Forces(), session.model
+    rows = task.validation_rows
+    batch = task.logical_batch(rows, torch.device("cpu"), session.precision.dtype, None)
+    with session.precision.context(torch.device("cpu")):
+        losses = batch.losses(model, 0, len(rows))
+    before = torch.get_rng_state()
+    total, count = (float(torch.as_tensor(number).detach()) for number in losses["force"])
+    assert validation_loss(session) == pytest.approx(total / count, rel=1e-9)
+    with torch.inference_mode(), session.precision.context(torch.device("cpu")):
+        torch.set_rng_state(before)
+        judged = Forces().outcome(model, rows, torch.device("cpu"), session.precision.dtype)
+        again = torch.rand(())
+    assert judged.predictions is not None
+    assert [len(each) for each in judged.predictions] == [len(task.sample(int(row))) for row in rows]
+    assert not any(each.requires_grad for each in judged.predictions)
+    # The first try of each method, without gradients, leaves no trace in the random generators.
+    torch.set_rng_state(before)
+    torch.rand(())
+    assert torch.equal(again, torch.rand(()))
 
 
 class FixedLength(Words):

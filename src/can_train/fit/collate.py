@@ -182,6 +182,18 @@ def to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return batch.to(device) if hasattr(batch, "to") else batch
 
 
+def cloned(batch: Any) -> Any:
+    """Copies the tensors of a batch, and objects that can copy themselves (torch_geometric's batches can)."""
+    if isinstance(batch, Mapping):
+        return {name: cloned(value) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        members = [cloned(value) for value in batch]
+        return type(batch)(*members) if hasattr(batch, "_fields") else type(batch)(members)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return replace(batch, **{one.name: cloned(getattr(batch, one.name)) for one in fields(batch)})
+    return batch.clone() if hasattr(batch, "clone") else batch
+
+
 Rows = slice | NDArray[np.int64]  # of a batch: which samples
 
 

@@ -6,6 +6,7 @@ Shapes: R samples of a call, named by their rows: the samples of `datasets()` on
 
 import copy
 import random
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -13,19 +14,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, tee
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import ConcatDataset
 
 from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.config.task_settings import DatasetSettings, ModeSettings, NoSettings, load_object, missing_extra
 from can_train.errors import CanTrainError, ConfigError, DataError, TaskError
-from can_train.fit.collate import leaves, pad_and_stack, to_device
+from can_train.fit.collate import cloned, leaves, pad_and_stack, to_device
+from can_train.fit.optimizer import capture_generators, restore_generators
 from can_train.io.records import sketch
 from can_train.io.units import counted, size_text
 from can_train.memory.cuda_operators import on_host
@@ -36,6 +39,8 @@ from can_train.task import SAMPLES, BatchTask, Feature, LogicalBatch, Phase, Pre
 from can_train.training.read_ahead import Failed, SampleReader, is_in_memory
 from can_train.training.resident_samples import ResidentSamples, size_of
 from can_train.training.streams import LOOKED, End, StreamParts, StreamReader, TrainingStream, is_stream, length_of
+
+T = TypeVar("T")
 
 TRAIN: Final = "train"
 VALIDATION: Final = "validation"
@@ -49,6 +54,7 @@ _PORTION: Final = 256  # Samples that are read ahead as if they were a logical b
 _LOOK: Final = 64  # Samples that are looked at to find out whether samples differ in length
 _PADDED: Final = 1  # Row lengths of padded batches grow memory linearly,
 _SQUARED: Final = 2  # and attention between their positions with the square;
+_LACKS_GRADIENTS: Final = re.compile(r"requires?[ _]grad|[Ii]nference tensor")  # Errors of PyTorch where they are off
 _SUMMED: Final = 0  # packed sequences and concatenated samples have no padding
 _DIGITS: Final = 4  # Significant ones of a figure that is shown
 _MOST_SHARES: Final = 10_000  # Of a prediction that is read as shares
@@ -162,6 +168,7 @@ class Task(BatchTask):
         self.settings, self.dataset = self.context.settings, self.context.dataset
         self.model_settings, self.mode = self.context.model, self.context.mode
         self._phase = Phase()
+        self._takes_gradients: dict[str, bool] = {}  # By the name of each method that validation has called
         # Copies of the task for phases share both.
         self._resident = ResidentSamples(self)
         self._classified: dict[str, Predictions | None] = {}  # by test set, once it is judged
@@ -745,7 +752,7 @@ class Task(BatchTask):
         of_phase = self._phase.loss or self.loss
         compute = self.validation_loss if validating else of_phase
         with self.asked(compute.__name__):
-            terms = compute(model, batch)
+            terms = self._computed(compute, model, batch)
         return _checked_terms(f"{type(self).__name__}.{compute.__name__}", terms)
 
     def outcome(self, model: nn.Module, rows: Rows, device: torch.device, dtype: torch.dtype) -> PartOutcome:
@@ -798,7 +805,7 @@ class Task(BatchTask):
 
     def _checked_predictions(self, model: nn.Module, collated: Any, size: int) -> list[Any] | None:
         with self.asked("predict"):
-            predictions = self.predict(model, collated)
+            predictions = self._computed(self.predict, model, collated)
         if predictions is None:
             return None
         where = f"{type(self).__name__}.predict"
@@ -821,7 +828,7 @@ class Task(BatchTask):
 
     def _checked_metrics(self, model: nn.Module, collated: Any) -> dict[str, tuple[float, float]]:
         with self.asked("metrics"):
-            metrics = self.metrics(model, collated)
+            metrics = self._computed(self.metrics, model, collated)
         return _metric_numbers(f"{type(self).__name__}.metrics", metrics)
 
     def check_outputs(self, model: nn.Module, rows: Rows, device: torch.device, dtype: torch.dtype) -> None:
@@ -926,6 +933,31 @@ class Task(BatchTask):
     def tables(self, judgement: Mapping[str, Any]) -> Sequence[TextTable]:
         """Writes a judgement as a table."""
         return tables(judgement)
+
+    def _computed(self, compute: Callable[[nn.Module, Any], T], model: nn.Module, batch: Any) -> T:
+        """Calls a method of the task's own. In validation and judging it may need the gradients that are off there: for
+        a gradient penalty, or forces, which are an energy's gradient.
+        """
+        if not torch.is_inference_mode_enabled():
+            return compute(model, batch)
+        takes_gradients = self._takes_gradients.get(compute.__name__)
+        if not takes_gradients:
+            # The first call may fail half-way, and nothing may show that it did.
+            generators = capture_generators() if takes_gradients is None else None
+            try:
+                result = compute(model, batch)
+            except RuntimeError as error:
+                if generators is None or not _LACKS_GRADIENTS.search(str(error)):
+                    raise
+                restore_generators(generators)
+            else:
+                self._takes_gradients[compute.__name__] = False
+                return result
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            # Tensors that inference made cannot be saved for a backward pass.
+            result = compute(model, cloned(batch))
+        self._takes_gradients[compute.__name__] = True
+        return cast(T, tree_map_only(Tensor, Tensor.detach, result))
 
     @contextmanager
     def asked(self, what: str) -> Iterator[None]:
