@@ -10,17 +10,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from can_train import errors
+from can_train import errors, solve_accumulation
 from can_train.cli.main import main
 from can_train.errors import (
     COMMAND_VARIABLE,
+    ArgumentError,
     CanTrainError,
     ConfigError,
+    errors_of_steps,
     first_sentence,
     from_os_error,
     with_command_name,
 )
+from can_train.fit.collate import Column
 from can_train.io.records import write_text_atomic
 from can_train.reporter import wrapped
 from fakes.finished_runs import Shelf
@@ -160,3 +164,17 @@ def test_every_error_has_a_remedy() -> None:
 def test_an_error_without_a_remedy_is_noticed() -> None:
     assert without_remedy(parse("a.py", "raise DataError('x', value='y')")) == ["a.py:1"]
     assert without_remedy(parse("a.py", "raise DataError('x', remedy='y')")) == []
+
+
+def test_an_error_of_can_train_in_a_backward_pass_stays_as_it_is() -> None:
+    calls = {
+        ArgumentError: lambda: solve_accumulation(0, 1),
+        IndexError: lambda: Column(torch.zeros).joined_on_host([]),
+    }
+    for kind, call in calls.items():
+        values = torch.ones(1, requires_grad=True)
+        values.register_hook(lambda gradient, call=call: call())  # type: ignore[misc]
+        with pytest.raises(kind), errors_of_steps():
+            values.sum().backward()
+    with pytest.raises(KeyError), errors_of_steps():
+        raise KeyError

@@ -25,7 +25,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -276,11 +277,13 @@ class TaskError(CanTrainError):
     """
 
     def __init__(self, rule: str, error: BaseException) -> None:
-        super().__init__(rule, value=f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
+        message = str(error).rstrip(".")
+        super().__init__(rule, value=f"{type(error).__name__}: {message}" if message else type(error).__name__,
                          remedy="")  # fmt: skip
         frames = traceback.TracebackException.from_exception(error)
         frames.stack[:] = _lines_of_task(frames.stack)
-        self.traceback = "".join(frames.format(chain=False)).rstrip()
+        is_told = frames.stack and f"{os.sep}torch{os.sep}" not in frames.stack[-1].filename
+        self.traceback = "".join(frames.format(chain=False)).rstrip() if is_told else ""
 
     @property
     def in_short(self) -> str:
@@ -292,7 +295,7 @@ class TaskError(CanTrainError):
         return {**super().to_plain(), "traceback": self.traceback}
 
     def __str__(self) -> str:
-        return f"{self.in_short}\n{self.traceback}"
+        return "\n".join(filter(None, (self.in_short, self.traceback)))
 
 
 class GrewError(CanTrainError):
@@ -363,6 +366,31 @@ def from_import_error(error: ImportError | OSError) -> ConfigError | None:
     return ConfigError("PyTorch cannot be imported", value=" ".join(str(error).split()),
                        remedy="Install a PyTorch that works here, or name a Python that has one: "
                               "export CAN_TRAIN_PYTHON=/path/to/python")  # fmt: skip
+
+
+# Files of PyTorch, the functions that run a part of a training step, and the name of that part.
+_STEP_PARTS: Final = (
+    (f"{os.sep}torch{os.sep}autograd{os.sep}", "_engine_run_backward", "The backward pass failed"),
+    (f"{os.sep}torch{os.sep}optim{os.sep}", "", "The step of the optimizer failed"),
+)
+
+
+@contextmanager
+def errors_of_steps() -> Iterator[None]:
+    """Turns an error that PyTorch raises of a task's model, or of a setting, in a backward pass or an optimizer's step
+    into a `TaskError`; errors of can-train's own code stay.
+    """
+    try:
+        yield
+    except CanTrainError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        is_own = frames[-1].filename.startswith(f"{Path(__file__).resolve().parent}{os.sep}")
+        for folder, function, rule in _STEP_PARTS if not is_own else ():
+            if any(folder in frame.filename and function in frame.name for frame in frames):
+                raise TaskError(rule, error) from error
+        raise
 
 
 def nearest_first(name: str, valid: Iterable[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """A task of one's own, in a folder outside the checkout: named on the command line, trained, and its errors."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,52 @@ def test_an_error_in_it_comes_with_its_own_lines(
         f'my_file.py", line {1 + own.read_text()[: own.read_text().index(after)].count(chr(10))}, in {method}' in said
     )
     assert all(f'File "{own}"' in line for line in others if line.startswith("  File "))
+
+
+BODY = 'return {"class": (nn.functional.cross_entropy(model(points), labels, reduction="sum"), len(labels))}'
+IN_PLACE = """out = model(points).exp()
+        squares = out.square().sum()
+        out += 1
+        return {"class": (squares, len(labels))}"""
+HOOK = """out = model(points)
+        out.register_hook(lambda gradient: gradient.no_such_method()) if out.requires_grad else None
+        return {"class": (out.square().sum(), len(labels))}"""
+
+
+def error_of(words: Sequence[str], capsys) -> str:
+    assert main(words) in (2, 3)
+    told = capsys.readouterr().err
+    return told[told.index("error: ") :]
+
+
+@pytest.mark.parametrize(
+    "more", [(), ("--find-batch-size", "off"), ("--dry-run",), ("--dry-run", "--target-gpu", "t4")], ids=" ".join
+)
+def test_an_error_of_the_backward_pass_comes_without_lines_of_pytorch(own: Path, capsys, more: tuple[str, ...]) -> None:
+    own.write_text(CLASSIFIER.replace(BODY, IN_PLACE))
+    error = error_of(("--task", f"{own}:MyTask", *LINE, *more), capsys)
+    told = "error: The backward pass failed: RuntimeError: one of the variables needed for gradient"
+    assert " ".join(error.split()).startswith(told)
+    assert "Traceback" not in error
+
+
+def test_an_error_of_its_own_in_the_backward_pass_comes_with_its_line(own: Path, capsys) -> None:
+    own.write_text(CLASSIFIER.replace(BODY, HOOK))
+    first, *others = error_of(("--task", f"{own}:MyTask", *LINE), capsys).splitlines()
+    assert first.startswith("error: The backward pass failed: AttributeError: 'Tensor' object has no attribute")
+    assert [line for line in others if line.startswith("  File ")] == [f'  File "{own}", line 29, in <lambda>']
+
+
+def test_an_error_of_the_optimizer_comes_without_lines_of_pytorch(own: Path, capsys) -> None:
+    layers = "nn.Linear(WIDTH, self.settings.hidden), nn.ReLU()"
+    text = CLASSIFIER.replace(layers, "nn.Embedding(2, self.settings.hidden, sparse=True)")
+    own.write_text(text.replace("model(points)", "model((points[:, 0] > 0).long())"))
+    decays = ("--optimizer", "sgd", "--set", "training.weight_decay=0.1")
+    error = error_of(("--task", f"{own}:MyTask", *LINE, *decays), capsys)
+    assert " ".join(error.split()) == (
+        "error: The step of the optimizer failed: RuntimeError: add(sparse, dense) is not supported. "
+        "Use add(dense, sparse) instead."
+    )
 
 
 LATE = """

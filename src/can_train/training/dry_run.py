@@ -17,7 +17,7 @@ from can_train.config.compose import from_plain
 from can_train.config.resolved import PathSettings, ResolvedRun, state_dir
 from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings
 from can_train.config.task_settings import TaskSettings, describe
-from can_train.errors import DOES_NOT_FIT, ConfigError, DoesNotFitError
+from can_train.errors import DOES_NOT_FIT, ConfigError, DoesNotFitError, errors_of_steps
 from can_train.factors.store import factor_rule, read_factor_rule
 from can_train.fit.explore import model_does_not_fit
 from can_train.fit.factor_rule import PROVISIONAL, FactorRule
@@ -255,6 +255,7 @@ def dry_plans(
     return Plans(key=run.key, config=run.config, cards=tuple(cards))
 
 
+@errors_of_steps()
 def explain_run(
     run: ResolvedRun, gpus: Sequence[str], reporter: Reporter, *, plan: RunPlan | None = None, changes: bool = True
 ) -> list[Explanation]:
@@ -335,6 +336,7 @@ def plans_of_task(
         return dry_plans(run, find_targets(run, names, reporter), reporter, sampled=sampled)
 
 
+@errors_of_steps()
 def plans_of_sample(
     run: ResolvedRun, sampled: BatchTask, targets: Sequence[UsableMemory], reporter: Reporter, *, ranks: int = 1
 ) -> list[CardPlan]:

@@ -32,6 +32,7 @@ from can_train.errors import (
     OutOfMemoryDetails,
     StateError,
     Stopped,
+    errors_of_steps,
 )
 from can_train.factors.observations import Observation, Started, next_time, write_record
 from can_train.factors.observations import Outcome as AttemptOutcome
@@ -292,7 +293,7 @@ def _train_and_judge(parts: Parts) -> Outcome:
     # The trackers are waited for last, when all that matters is on the disk.
     with _tracked(parts) as parts.trackers, parts.folder.attempts.recorded(parts.stops, rank=parts.ranks.rank):
         try:
-            with fatal_out_of_memory(does_not_fit):
+            with errors_of_steps(), fatal_out_of_memory(does_not_fit):
                 return _run_attempt(parts)
         except DoesNotFitError as error:
             if error.details.capacity_bytes is None:
