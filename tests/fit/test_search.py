@@ -451,12 +451,28 @@ def assert_tried(device: Device, limit: SearchResult) -> None:
     assert not any(device.probed_cost < cost <= limit.tuned_limit for cost in device.failed)
 
 
-def test_a_batch_without_time_for_a_trial_is_predicted_on_a_device_with_four_times_its_memory() -> None:
-    predicted = Device(4.5 * GIB).find(upper=GIB, has_time=lambda cost: False)
-    assert (predicted.tuned_limit, predicted.capped, predicted.trials, predicted.untried) == (GIB, True, 0, 0)
-    device = Device(4.0 * GIB)
-    shown = device.find(upper=GIB, has_time=lambda cost: False)
-    assert (shown.tuned_limit, shown.capped, shown.untried) == (pytest.approx(device.probed_cost), True, GIB)
+@pytest.mark.parametrize("capacity_gib", [0.5, 1.5, 2.2, 64.0])
+def test_a_batch_without_time_for_a_trial_is_predicted_up_to_half_of_the_device(capacity_gib: float) -> None:
+    device = Device(capacity_gib * GIB)
+    limit = device.find(upper=GIB, has_time=lambda cost: False)
+    half = 0.5 * device.capacity - BASE
+    assert limit.tuned_limit == pytest.approx(min(half, GIB), rel=1e-3)
+    assert (limit.capped, limit.trials) == (True, 0)
+    assert limit.untried == (pytest.approx(min(0.97 * device.capacity - BASE, GIB), rel=0.05) if half < GIB else 0)
+
+
+def test_half_of_a_device_that_probes_have_filled_is_not_predicted() -> None:
+    device = Device(4 * BASE)
+    limit = device.find(upper=GIB, has_time=lambda cost: False)
+    assert (limit.tuned_limit, limit.capped) == (pytest.approx(device.probed_cost), True)
+    assert limit.untried > limit.tuned_limit
+
+
+def test_half_of_a_device_on_which_memory_ran_out_before_is_not_predicted() -> None:
+    device = Device(law=lambda positions: straight(positions) * (3 if straight(positions) > 700 * MIB else 1))
+    limit = device.find(has_time=lambda cost: not device.failed)
+    assert_tried(device, limit)
+    assert (limit.ooms, limit.tuned_limit) == (1, pytest.approx(device.probed_cost))
 
 
 def test_memory_that_features_do_not_explain_is_not_predicted_beyond_the_probes() -> None:
@@ -585,19 +601,19 @@ def test_a_worst_case_batch_of_padded_samples_is_of_the_longest() -> None:
 
 
 def test_a_search_without_time_for_a_full_batch_tries_smaller_ones_and_names_what_it_left_out() -> None:
-    device = Device()
-    limit = device.find(has_time=lambda cost: cost <= 600 * MIB)
+    device = Device(512 * MIB)
+    limit = device.find(has_time=lambda cost: cost <= 300 * MIB)
     assert_tried(device, limit)
-    assert 250 * MIB <= limit.tuned_limit <= 600 * MIB
-    assert limit.untried > GIB
+    assert 200 * MIB <= limit.tuned_limit <= 300 * MIB
+    assert limit.untried > 390 * MIB
     assert limit.capped
 
 
-def test_a_search_without_any_time_keeps_to_its_probes() -> None:
+def test_a_search_that_tries_less_than_half_of_the_device_predicts_that_half() -> None:
     device = Device()
-    limit = device.find(has_time=lambda cost: False)
-    assert (device.fitted, device.failed, limit.trials) == ([], [], 0)
-    assert limit.tuned_limit == pytest.approx(device.probed_cost)
+    limit = device.find(has_time=lambda cost: cost <= 600 * MIB)
+    assert max(device.fitted) <= 600 * MIB
+    assert limit.tuned_limit == pytest.approx(GIB - BASE, rel=1e-3)
     assert (limit.capped, limit.untried > GIB) == (True, True)
 
 
@@ -611,9 +627,15 @@ def test_a_limit_that_is_nearly_found_when_time_runs_out_counts_as_found() -> No
 
 
 @given(seconds=st.lists(st.booleans(), max_size=30), capacity=st.floats(64.0 * MIB, 40.0 * GIB))
-def test_however_time_runs_out_no_limit_is_given_that_was_not_tried(seconds: list[bool], capacity: float) -> None:
+def test_however_time_runs_out_no_limit_of_more_than_half_is_given_that_was_not_tried(
+    seconds: list[bool], capacity: float
+) -> None:
     device, left = Device(capacity), iter(seconds)
-    assert_tried(device, device.find(has_time=lambda cost: next(left, False)))
+    limit = device.find(has_time=lambda cost: next(left, False))
+    if limit.trials or limit.tuned_limit == device.probed_cost:
+        assert_tried(device, limit)
+    else:
+        assert device.filled(limit) <= 0.501
 
 
 def known_of(limit: SearchResult, **changed: Any) -> RememberedLimit:

@@ -73,7 +73,8 @@ def limits_notices(limits: DeviceLimits) -> Iterator[str]:
         yield f"{fixed}; padded to the longest of the samples that are collated, short ones would take less"
     for mode, phase in phases:
         if phase.untried and phase.capped:
-            tried = f"The largest batch of {mode} that was tried takes {size_text(phase.tuned_limit)}"
+            known = "was tried" if phase.trials else "is predicted to fit in half of the device"
+            tried = f"The largest batch of {mode} that {known} takes {size_text(phase.tuned_limit)}"
             more = f"a search keeps to {SEARCH_SHARE:.0%} of an epoch or {SEARCH_SECONDS:g} s"
             yield f"{tried}; one of {size_text(phase.untried)} was not tried for lack of time ({more})"
 

@@ -75,9 +75,8 @@ _WARM_SHARE: Final = 1 / 16
 # and largest size that leaves a limit as good as found, though there was no time for more.
 _WORTH_A_TRIAL: Final = 1.25
 _NEARLY: Final = 1.1
-# Multiple of a predicted peak that the device must have where there is no time to try its batch: such a batch fits
-# though the line bends up.
-_FAR_LESS: Final = 4.0
+# Share of the device that a batch may take which there was no time to try: it fits though the line bends up.
+_UNTRIED_SHARE: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -379,9 +378,10 @@ def find_phase_limit(probes: ProbeFit, measure: Measure, order: BatchCosts, boun
     is_enough = search.fits >= _UNITS or probes.largest_cost >= bounds.upper
     if untried > cost and model.explains and not search.ooms:
         ratio = max(peak - model.base_bytes, 1.0) / cost
-        if _FAR_LESS * model.peak_bytes(bounds.upper, ratio=ratio) < bounds.capacity_bytes:
-            return SearchResult(model=model, tuned_limit=bounds.upper, capped=True, measured_ratio=ratio,
-                                mean_totals=mean_totals)  # fmt: skip
+        predicted = min((_UNTRIED_SHARE * bounds.capacity_bytes - model.base_bytes) / ratio, bounds.upper)
+        if predicted > _NEARLY * cost:
+            return SearchResult(model=model, tuned_limit=predicted, capped=True, measured_ratio=ratio,
+                                untried=untried if untried > predicted else 0.0, mean_totals=mean_totals)  # fmt: skip
     return SearchResult(
         model=model,
         tuned_limit=cost,
