@@ -468,6 +468,21 @@ def test_half_of_a_device_that_probes_have_filled_is_not_predicted() -> None:
     assert limit.untried > limit.tuned_limit
 
 
+@pytest.mark.parametrize("bend", [1e-9, 4e-9, -3e-10])
+def test_the_interval_between_small_and_large_batches_holds_memory_that_bends(bend: float) -> None:
+    def peak_of(cost: float) -> float:
+        return BASE + cost + bend * cost**2
+
+    device = Device(16 * GIB, law=lambda positions: peak_of(straight(positions) - BASE))
+    limit = device.find(upper=GIB)
+    assert limit.tuned_limit == pytest.approx(GIB, rel=1e-3)
+    assert limit.apart_bytes(limit.tuned_limit) == 0
+    for share in (0.1, 0.3, 0.5, 0.9, 1.0):
+        cost = share * limit.tuned_limit
+        ends = sorted((limit.peak_bytes(cost), limit.peak_bytes(cost) + limit.apart_bytes(cost)))
+        assert ends[0] - limit.half_width(cost) <= peak_of(cost) <= ends[1] + limit.half_width(cost)
+
+
 def test_half_of_a_device_on_which_memory_ran_out_before_is_not_predicted() -> None:
     device = Device(law=lambda positions: straight(positions) * (3 if straight(positions) > 700 * MIB else 1))
     limit = device.find(has_time=lambda cost: not device.failed)

@@ -216,6 +216,13 @@ class SearchResult:
         """Returns the half-width in bytes of the interval around the predicted peak."""
         return self.model.half_width(typical_totals(self.model, self.mean_totals, cost))
 
+    def apart_bytes(self, cost: float) -> float:
+        """Returns the peak of small batches' line less the predicted one, where the largest batch lies off that line:
+        nobody knows how memory bends between them, as where samples are compared with each other.
+        """
+        is_between = cost < (1 - EXPLAINED) * self.tuned_limit and abs(self.measured_ratio - 1) > EXPLAINED
+        return (1 - self.measured_ratio) * cost if is_between else 0.0
+
     def predicted_within(self, room_bytes: float) -> SearchResult:
         """Returns the limit that is predicted where tensors may take `room_bytes`, no more than was searched here."""
         fits = max(self.cost_within(room_bytes), 0.0)
@@ -369,10 +376,10 @@ class DeviceLimits:
 
     def peak_interval(self, peak_bytes: float, cost: float) -> tuple[float, float]:
         """Returns the interval around a predicted peak, of steps whose costliest micro-batch has some cost."""
-        width = self.training.half_width(cost)
+        width, apart = self.training.half_width(cost), self.training.apart_bytes(cost)
         less, more = self.spread.around(peak_bytes)
-        least = (1 - self.saved_share) * peak_bytes + min(less, -width)
-        return max(least, 0.0), peak_bytes + max(more, width)
+        least = (1 - self.saved_share) * peak_bytes + min(less, -width) + min(apart, 0.0)
+        return max(least, 0.0), peak_bytes + max(more, width) + max(apart, 0.0)
 
     def step_peak_bytes(self, largest_cost: float, largest_later_cost: float) -> float:
         """Returns the predicted peak of a step from the cost of its costliest micro-batch, and of the costliest that is
