@@ -325,6 +325,17 @@ def test_a_task_that_takes_gradients_itself_is_validated_and_judged(precision: s
     assert torch.equal(again, torch.rand(()))
 
 
+def test_the_first_call_of_a_method_in_validation_takes_no_more_memory_than_the_next() -> None:
+    task, meter, peaks = Words(), SimulatedMeter(64 * 2**20), []
+    with meter.active(), torch.inference_mode():
+        model, batch = nn.Linear(2, 1), (torch.zeros(3, 4, 2), torch.tensor([4, 4, 4]))
+        for _ in range(2):
+            meter.reset_peak()
+            task.losses_of(model, batch, validating=True)
+            peaks.append(meter.peak_bytes())
+    assert peaks[0] == peaks[1]
+
+
 class FixedLength(Words):
     """Pads every batch to the longest sample of all, so that short samples gain nothing."""
 

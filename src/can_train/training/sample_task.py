@@ -943,7 +943,8 @@ class Task(BatchTask):
         takes_gradients = self._takes_gradients.get(compute.__name__)
         if not takes_gradients:
             # The first call may fail half-way, and nothing may show that it did.
-            generators = capture_generators() if takes_gradients is None else None
+            with on_host():
+                generators = capture_generators() if takes_gradients is None else None
             try:
                 result = compute(model, batch)
             except RuntimeError as error:
