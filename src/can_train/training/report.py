@@ -24,7 +24,7 @@ _REASONS: Final = {
     "min_steps": "a larger one would leave too few steps an epoch",
 }
 
-_SHOWN_SHARE: Final = 1e-3  # of a mean sample's cost; of less, a coefficient is noise of the fit
+_SHOWN_SHARE: Final = 1e-4  # of a mean sample's cost; of less, a coefficient is noise of the fit
 _PADDING: Final = {0: "", 1: " (padded)", 2: " (padded, squared)"}
 
 _PLACEMENTS: Final = {
