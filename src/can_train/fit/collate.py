@@ -168,30 +168,33 @@ def pad_and_stack(samples: Sequence[Any]) -> Any:
 
 def to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Moves the tensors of a batch to a device, floating-point ones in a number format."""
-    if isinstance(batch, Tensor):
-        return send(batch, device, dtype if batch.is_floating_point() else batch.dtype)
-    if isinstance(batch, Mapping):
-        return {name: to_device(value, device, dtype) for name, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        members = [to_device(value, device, dtype) for value in batch]
-        return type(batch)(*members) if hasattr(batch, "_fields") else type(batch)(members)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        return replace(batch, **{one.name: to_device(getattr(batch, one.name), device, dtype)
-                                 for one in fields(batch)})  # fmt: skip
-    # An object of the task's own may know by itself how to move (torch_geometric's batches do).
-    return batch.to(device) if hasattr(batch, "to") else batch
+
+    def moved(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return send(part, device, dtype if part.is_floating_point() else part.dtype)
+        # An object of the task's own may know by itself how to move (torch_geometric's batches do).
+        return part.to(device) if hasattr(part, "to") else part
+
+    return _with_parts(batch, moved)
 
 
 def cloned(batch: Any) -> Any:
     """Copies the tensors of a batch, and objects that can copy themselves (torch_geometric's batches can)."""
+    return _with_parts(batch, lambda part: part.clone() if hasattr(part, "clone") else part)
+
+
+def _with_parts(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns a batch with other tensors and objects in the place of those that its containers hold."""
+    if isinstance(batch, Tensor):
+        return change(batch)
     if isinstance(batch, Mapping):
-        return {name: cloned(value) for name, value in batch.items()}
+        return {name: _with_parts(value, change) for name, value in batch.items()}
     if isinstance(batch, tuple | list):
-        members = [cloned(value) for value in batch]
+        members = [_with_parts(value, change) for value in batch]
         return type(batch)(*members) if hasattr(batch, "_fields") else type(batch)(members)
     if is_dataclass(batch) and not isinstance(batch, type):
-        return replace(batch, **{one.name: cloned(getattr(batch, one.name)) for one in fields(batch)})
-    return batch.clone() if hasattr(batch, "clone") else batch
+        return replace(batch, **{one.name: _with_parts(getattr(batch, one.name), change) for one in fields(batch)})
+    return change(batch)
 
 
 Rows = slice | NDArray[np.int64]  # of a batch: which samples

@@ -223,6 +223,12 @@ class SearchResult:
         is_between = cost < (1 - EXPLAINED) * self.tuned_limit and abs(self.measured_ratio - 1) > EXPLAINED
         return (1 - self.measured_ratio) * cost if is_between else 0.0
 
+    @property
+    def mean_shares(self) -> list[float]:
+        """The bytes [F] that each feature adds to the cost of the mean sample."""
+        terms = zip(self.model.features, self.model.coefficients, self.mean_totals, strict=True)
+        return [coefficient * mean ** max(feature.padding, 1) for feature, coefficient, mean in terms]
+
     def predicted_within(self, room_bytes: float) -> SearchResult:
         """Returns the limit that is predicted where tensors may take `room_bytes`, no more than was searched here."""
         fits = max(self.cost_within(room_bytes), 0.0)

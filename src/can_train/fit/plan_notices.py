@@ -60,14 +60,10 @@ def limits_notices(limits: DeviceLimits) -> Iterator[str]:
         elif not limits.recorded and abs(phase.measured_ratio - 1) > EXPLAINED:
             took = f"{phase.measured_ratio:.1%} of the memory predicted from small batches ({names})"
             yield f"A full batch of {mode} took {took}; the sizes rest on the full batch"
-    model, means = limits.training.model, limits.training.mean_totals
-    shares = [
-        (feature, coefficient * mean ** max(feature.padding, 1))
-        for feature, coefficient, mean in zip(model.features, model.coefficients, means, strict=True)
-    ]
-    padded = dict.fromkeys(feature.name for feature in model.features if feature.padding)
-    of_lengths = sum(share for feature, share in shares if feature.name in padded)
-    if padded and of_lengths <= _PADDED_SHARE * sum(share for _, share in shares):
+    features, shares = limits.training.model.features, limits.training.mean_shares
+    padded = dict.fromkeys(feature.name for feature in features if feature.padding)
+    of_lengths = sum(share for feature, share in zip(features, shares, strict=True) if feature.name in padded)
+    if padded and of_lengths <= _PADDED_SHARE * sum(shares):
         names = ", ".join(padded)
         fixed = f"Memory does not grow with the lengths of samples ({names}): they seem to be padded to a fixed length"
         yield f"{fixed}; padded to the longest of the samples that are collated, short ones would take less"

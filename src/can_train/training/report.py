@@ -371,11 +371,7 @@ def _part_text(part: Mapping[str, Any]) -> str:
 
 
 def _cost_model_text(limit: SearchResult) -> str:
-    model = limit.model
-    shares = [
-        coefficient * mean ** max(feature.padding, 1)
-        for feature, coefficient, mean in zip(model.features, model.coefficients, limit.mean_totals, strict=True)
-    ]
+    model, shares = limit.model, limit.mean_shares
     terms = [
         f" {'−' if coefficient < 0 else '+'} {abs(coefficient) / 1024:.4g} KiB · {feature.name}"
         + _PADDING.get(feature.padding, f" (max^{feature.padding})")
