@@ -22,8 +22,10 @@ from can_train.fit.batch_dependence import UNKNOWN
 from can_train.fit.cost_model import DeviceLimits
 from can_train.fit.explore import Explorer
 from can_train.fit.micro_batcher import Losses, MicroBatcher
-from can_train.fit.optimizer import Precision, make_optimization, seed_everything, step_generator
+from can_train.fit.optimizer import make_optimization
 from can_train.fit.packing import BatchCosts, SplitRules
+from can_train.fit.precision import Precision
+from can_train.fit.random_state import seed_everything, step_generator
 from can_train.fit.rescue import RescueSettings
 from can_train.fit.search import RecordedPhase
 from can_train.memory.allocator_settings import read_allocator_settings
@@ -199,7 +201,7 @@ class Trainer:
 
 def record(configuration: Configuration, key: str) -> dict[str, Any]:
     """Records the lines of a configuration on the device of a key, in a process that sees no GPU."""
-    from can_train.fit.prediction import record_phase
+    from can_train.fit.recorded_limits import record_phase
 
     capacity, simulated = configuration.capacity_bytes, configuration.simulated
     target = UsableMemory(key=key, name=key, total_bytes=capacity, subtracted=(), source="simulated")

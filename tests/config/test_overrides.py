@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.config.compose import check_contradictions, from_model_args, from_set
+from can_train.config.overrides import check_contradictions, from_model_args, from_set
 from can_train.config.settings import ALIASES, TrainingSettings, canonical_name, split_list
 from can_train.errors import ConfigError
 from can_train_tasks.can.settings import CanModeSettings, GatSettings

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from can_train.config.settings import TrainingSettings
 from can_train.fit.micro_batcher import Losses, MicroBatcher
-from can_train.fit.optimizer import Optimization, Precision, make_optimization
+from can_train.fit.optimizer import Optimization, make_optimization
+from can_train.fit.precision import Precision
 from can_train.memory.meters import Meter
 from gpu.trainer import limited_device
 

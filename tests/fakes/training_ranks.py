@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from can_train import Task
 from can_train.config.compose import RunRequest, resolve
-from can_train.fit.optimizer import Optimization, capture_generators, restore_generators
+from can_train.fit.optimizer import Optimization
+from can_train.fit.random_state import capture_generators, restore_generators
 from can_train.fit.sharding import Shards
 from can_train.memory.sharded_tensors import whole
 from can_train.runs.attempts import StopRequests

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from can_train.errors import ArgumentError
 from can_train.fit.micro_batcher import MicroBatcher
 from can_train.fit.offloaded_state import OffloadedState, in_chunks, parameters_on_host, refusal
-from can_train.fit.optimizer import measure_optimizer
+from can_train.fit.optimizer_memory import measure_optimizer
 from can_train.fit.rescue import RescueSettings
 from can_train.fit.rungs import Rung
 from can_train.memory.meters import simulated_gpu

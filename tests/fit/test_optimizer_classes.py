@@ -12,7 +12,8 @@ from torch import nn
 from can_train.config.settings import CHOICES, TrainingSettings
 from can_train.config.task_settings import import_from
 from can_train.errors import CanTrainError, ConfigError
-from can_train.fit.optimizer import make_optimizer, measure_optimizer, state_bytes
+from can_train.fit.optimizer import make_optimizer, state_bytes
+from can_train.fit.optimizer_memory import measure_optimizer
 from can_train.memory.sharded_tensors import load_sharded_optimizer
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

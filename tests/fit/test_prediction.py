@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from can_train.config.settings import TrainingSettings
 from can_train.errors import ArgumentError, ConfigError, TaskError
-from can_train.fit import prediction
+from can_train.fit import recorded_limits
 from can_train.fit.cost_model import Spread
 from can_train.fit.explore import Explorer
 from can_train.fit.packing import BatchCosts
@@ -29,11 +29,8 @@ from can_train.fit.peak_prediction import (
     operations_of,
     price_trace,
 )
-from can_train.fit.prediction import (
-    LossOf,
-    predict_limits,
-    predict_peak,
-)
+from can_train.fit.prediction import LossOf, predict_peak
+from can_train.fit.recorded_limits import predict_limits
 from can_train.memory import value_sizes
 from can_train.memory.allocation_trace import SAVED, AllocationTrace
 from can_train.memory.catalogue import UsableMemory, find_card, other_card, usable
@@ -708,7 +705,7 @@ def choosing(name: str) -> tuple[PeakPrediction, int]:
 def test_sizes_that_depend_on_values_are_those_of_a_step_on_the_cpu(
     name: str, seconds: float, step: int, dispatched: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prediction, "_READ_S", seconds)
+    monkeypatch.setattr(recorded_limits, "_READ_S", seconds)
     found, peak = choosing(name)
     assert not found.notices
     assert f"sizes of a step of {step} samples on the CPU" in found.assumptions[1]
@@ -719,7 +716,7 @@ def test_sizes_that_depend_on_values_are_those_of_a_step_on_the_cpu(
 
 
 def test_sizes_of_another_loop_over_samples_are_noticed(dispatched: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prediction, "_READ_S", 0.0)
+    monkeypatch.setattr(recorded_limits, "_READ_S", 0.0)
     monkeypatch.setattr(value_sizes, "_like", lambda uses, numel, index: (uses[index % len(uses)],) * 2)
     found, peak = choosing("proposals")
     assert found.notices or found.tensors.num_bytes != pytest.approx(peak, rel=0.05)
@@ -727,7 +724,7 @@ def test_sizes_of_another_loop_over_samples_are_noticed(dispatched: None, monkey
 
 @pytest.mark.parametrize("name", [name for name in CHOOSING if name != "proposals"])
 def test_sizes_that_are_not_scaled_are_noticed(name: str, dispatched: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prediction, "_READ_S", 0.0)
+    monkeypatch.setattr(recorded_limits, "_READ_S", 0.0)
     monkeypatch.setattr(value_sizes, "_count", lambda first, second, places: second)
     found, peak = choosing(name)
     assert found.notices or found.tensors.num_bytes != pytest.approx(peak, rel=0.05)
@@ -1179,14 +1176,14 @@ def test_generations_are_recorded_where_kernels_differ(
     task: ImageTask, recorded: int, dispatched: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generations: list[list[str]] = []
-    of_generations = prediction._of_generations
+    of_generations = recorded_limits.on_generations
 
     def count(*args: Any, **kwargs: Any) -> Mapping[str, Any]:
         results = of_generations(*args, **kwargs)
         generations.append(list(results))
         return results
 
-    monkeypatch.setattr(prediction, "_of_generations", count)
+    monkeypatch.setattr(recorded_limits, "on_generations", count)
     limits = predict_limits(explorer_of(task, usable(other_card(15 * 2**30))), whole_epoch)
     assert limits.recorded
     assert {len(each) for each in generations} == {recorded}

@@ -16,7 +16,7 @@ from can_train.config.settings import TrainingSettings
 from can_train.fit.cost_model import CostModel, DeviceLimits, SearchResult
 from can_train.fit.explore import Explorer
 from can_train.fit.packing import BatchCosts
-from can_train.fit.prediction import record_phase
+from can_train.fit.recorded_limits import record_phase
 from can_train.fit.search import (
     Peak,
     RecordedLine,

@@ -12,8 +12,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, O
 
 from can_train.config.settings import CHOICES, TrainingSettings
 from can_train.errors import ConfigError, DataError, TaskError
-from can_train.fit import optimizer as optimizers
-from can_train.fit.optimizer import Optimization, Plateau, make_optimization, schedule
+from can_train.fit import schedules
+from can_train.fit.optimizer import Optimization, make_optimization
+from can_train.fit.schedules import Plateau, schedule
 
 LENGTHS = st.integers(1, 400)
 SHARES = st.floats(0, 1)
@@ -78,7 +79,7 @@ def test_one_cycle_is_that_of_torch(ticks: int, rise: float, first: float, last:
 
 
 def test_a_one_cycle_along_lines_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizers, "_half_cosine", lambda first, last, done: first + (last - first) * min(done, 1.0))
+    monkeypatch.setattr(schedules, "_half_cosine", lambda first, last, done: first + (last - first) * min(done, 1.0))
     assert one_cycle(40, 0.3, 25, 1e4)[:40] != pytest.approx(by_torch(40, 0.3, 25, 1e4), rel=1e-9)
 
 

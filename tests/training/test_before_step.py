@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError
-from can_train.fit.optimizer import step_generator
+from can_train.fit.random_state import step_generator
 from can_train.training.session import Session
 from fakes.line_fit import LineBatch, LineTask, StoppedTask, train_line
 

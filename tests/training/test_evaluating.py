@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from can_train.config.resolved import PathSettings
 from can_train.config.settings import TrainingSettings
 from can_train.errors import CheckpointError, ConfigError, DoesNotFitError
-from can_train.fit.optimizer import Precision
+from can_train.fit.precision import Precision
 from can_train.memory.meters import open_meter
 from can_train.reporter import SilentReporter
 from can_train.runs.run_folder import RunFolder

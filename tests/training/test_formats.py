@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from can_train.config.settings import TrainingSettings
 from can_train.errors import ConfigError
-from can_train.fit.optimizer import Precision, make_optimizer, tf32, use_channels_last
+from can_train.fit.optimizer import make_optimizer
 from can_train.fit.planner import Planner
+from can_train.fit.precision import Precision, tf32, use_channels_last
 from can_train.fit.run_plan import RunPlan
 from can_train.memory.catalogue import find_card, usable
 from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter, SimulatedMeter

@@ -10,7 +10,7 @@ from torch import nn
 import can_train
 from can_train.config.compose import RunRequest, resolve
 from can_train.errors import ConfigError
-from can_train.fit.optimizer import measure_optimizer
+from can_train.fit.optimizer_memory import measure_optimizer
 from can_train.reporter import SilentReporter
 from can_train.training.train import train_new
 

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import (
 from can_train.config.settings import CHOICES, TrainingSettings
 from can_train.errors import ConfigError
 from can_train.fit import optimizer as optimizers
+from can_train.fit.schedules import Plateau
 from can_train.training.session import Session
 from fakes.line_fit import LineTask, StoppedTask, train_line
 
@@ -71,7 +72,7 @@ def test_a_schedule_goes_on_bit_by_bit(tmp_path: Path, name: str, interval: str)
 
 def test_a_plateau_that_forgets_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forget: Callable[..., None] = lambda self, state: None  # noqa: E731
-    monkeypatch.setattr(optimizers.Plateau, "load_state_dict", forget)
+    monkeypatch.setattr(Plateau, "load_state_dict", forget)
     whole, cut = whole_and_cut(tmp_path, 11, scheduler="plateau", schedule_patience=1, lr=3.0)
     assert whole.engine.optimization.lr < 3.0
     assert not torch.equal(weights(cut), weights(whole))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from can_train.config.settings import TrainingSettings
-from can_train.fit.optimizer import Precision
+from can_train.fit.precision import Precision
 from can_train.memory.meters import Meter, open_meter
 from can_train.training.reference_models import (
     LIMIT_SHARE,

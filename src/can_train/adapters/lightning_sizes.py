@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from can_train.errors import ArgumentError, CanTrainError, DataError, nearest_first
 from can_train.fit.collate import samples_in
-from can_train.fit.optimizer import capture_generators, restore_generators
+from can_train.fit.random_state import capture_generators, restore_generators
 from can_train.fit.search import find_max_size
 from can_train.memory.meters import meter_of
 from can_train.memory.out_of_memory import is_out_of_memory

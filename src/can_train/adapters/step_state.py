@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from can_train.fit.collate import leaves
-from can_train.fit.optimizer import Generators
+from can_train.fit.random_state import Generators
 from can_train.fit.rescue import add_to_earlier
 
 # Parts of a module that are restored by other means than its attributes, or that no step changes.

@@ -4,7 +4,7 @@
                                  ├─> typed config ──overrides──> settings objects, which check their values
     config.yaml of a run ────────┘
 
-Every value that a person gives becomes an `Override`, and `_apply` is the only code that applies one.
+`overrides` reads the values that a person gives, and applies them.
 """
 
 import math
@@ -31,9 +31,28 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from can_train.config import resolved
+from can_train.config.overrides import (
+    KINDS,
+    OPEN_GROUPS,
+    SETTINGS,
+    TRANSLATIONS,
+    Override,
+    apply_overrides,
+    as_given,
+    as_stored,
+    as_typed,
+    check_contradictions,
+    escaped,
+    from_model_args,
+    from_set,
+    parsed_value,
+    plain_value,
+    reason_of,
+    setting_keys,
+)
 from can_train.config.resolved import PathSettings, ResolvedRun, UserFile
 from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings, canonical_name
-from can_train.config.sweeps import UNREADABLE, may_sweep, parser, values_of
+from can_train.config.sweeps import may_sweep, values_of
 from can_train.config.task_settings import ModelSpec, TaskSettings, load_task_settings, locate, locate_optimizer
 from can_train.errors import CanTrainError, ConfigError, SettingError, nearest_first, unknown_name
 from can_train.io.records import expanded, is_file
@@ -43,24 +62,11 @@ MOST_RUNS: Final = 1000
 
 _SCALARS: Final = ("task", "model_name", "size", "device")
 _CHOSEN_GROUPS: Final = ("dataset", "model", "mode", "cluster")
-# People name the group `settings` by the task, whose name is the setting `task`.
-_TASK, _SETTINGS = "task.", "settings."
-_OPEN_GROUP: Final = "cluster.additional"  # takes any key: options of sbatch
-_OPEN_GROUPS: Final = (_OPEN_GROUP, "training.optimizer_args")
-_ALL_SETTINGS: Final = "--dry-run --show-config"
-_WRITE_IT: Final = "Write it as --set training.lr=0.01; text that is more than a word: --set 'group.key=\"text\"'"
-# The expected value, by the type that OmegaConf could not convert a value to.
-_KINDS: Final = {"Integer": "a whole number", "Float": "a number", "bool": "true or false", "String": "text",
-                 "List": "a list, as [1,2]", "Dict": "settings, as {a:1,b:2}"}  # fmt: skip
-_SUGGESTIONS: Final = 5
 
-# The switch scheduler_after_batch says yes or no where scheduler_interval names the interval.
-_TRANSLATIONS: Final = {"training.scheduler_interval": {"true": "step", "false": "epoch"}}
 # Groups that every run has once: a preset of another group may have a block of them.
 _SIDE_GROUPS: Final = ("training", "factor", "monitor")
 _RESOLVER: Final = re.compile(r"\$\{\s*[\w.]+\s*:")
 _PACKAGE: Final = re.compile(r"\s*#\s*@package\s+(\S+)")
-_COMMA_OUTSIDE_BRACKETS: Final = re.compile(r",(?![^\[({]*[\])}])")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,21 +91,6 @@ class RunRequest:
 
 
 _CHOICES: Final = ("model", "dataset", "task", "mode", "size", "cluster", "memory", "device")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Override:
-    """One setting given by a person."""
-
-    key: str  # canonical and dotted, `training.lr`
-    value: Any  # text in Hydra's grammar if `grammar`, else the value itself
-    spelling: str  # how it was written, for messages
-    grammar: bool  # whether `value` must still be parsed
-
-    def __post_init__(self) -> None:
-        if isinstance(self.value, str):
-            value = _TRANSLATIONS.get(self.key, {}).get(self.value.strip().lower(), self.value)
-            object.__setattr__(self, "value", value)
 
 
 def resolve(request: RunRequest) -> ResolvedRun:
@@ -136,7 +127,7 @@ def resolve(request: RunRequest) -> ResolvedRun:
     scalars = {"task": task_name, "model_name": model, "size": size, "device": request.device,
                "paths.code_dir": code_dir, "paths.config_dir": request.config_dir}  # fmt: skip
     for key, value in (scalars | {"mode.name": mode} | named).items():
-        OmegaConf.update(config, key, _escaped(value))
+        OmegaConf.update(config, key, escaped(value))
     if request.user_file is not None:
         _apply_user_file(config, request.user_file, classes)
     return _make_changed(config, overrides, classes)
@@ -172,7 +163,7 @@ def _overrides(
     overrides = [*sets, *from_model_args(request.model_args, {group: classes[group] for group in groups})]
     for key, value in request.values.items():
         spelling = f"--{key.rpartition('.')[2].replace('_', '-')}"
-        overrides.append(Override(key=_as_stored(key), value=value, spelling=spelling, grammar=False))
+        overrides.append(Override(key=as_stored(key), value=value, spelling=spelling, grammar=False))
     keys = {f"training.{alias}": f"training.{name}" for alias, name in task.aliases.items()}
     if not fields(classes["model"]):
         # A task whose only model has no settings keeps the model's settings in its own.
@@ -221,7 +212,7 @@ def from_file(text: str, name: str, *, beside: Path | None = None) -> ResolvedRu
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{name} is no configuration of a run", value=" ".join(str(error).split()),
                           remedy="can-train show RUN --config prints one") from error  # fmt: skip
-    given = {_as_stored(key): value for key, value in resolved.flat(plain)}
+    given = {as_stored(key): value for key, value in resolved.flat(plain)}
     choices = {key: str(given.get(key) or "") for key in (*_SCALARS, "mode.name", "paths.code_dir", "paths.config_dir")}
     task = choices["task"] or resolved.default_task()
     # The folder of the code may be on another machine.
@@ -233,7 +224,7 @@ def from_file(text: str, name: str, *, beside: Path | None = None) -> ResolvedRu
         key = next((key for word, key in _CHOSEN_BY.items() if word in error.rule.lower()), "task")
         raise _with_line(error, name, lines, key) from error
     overrides = [
-        Override(key=key, value=value, spelling=f"{name} line {lines.get(key, 1)}: {_as_given(key)}", grammar=False)
+        Override(key=key, value=value, spelling=f"{name} line {lines.get(key, 1)}: {as_given(key)}", grammar=False)
         for key, value in given.items()
         # An empty group has no settings.
         if key not in ("task", "model_name", "size", "mode.name")
@@ -242,10 +233,10 @@ def from_file(text: str, name: str, *, beside: Path | None = None) -> ResolvedRu
     ]
     for override in overrides:
         if override.key in classes:
-            no_group = SettingError(f"{_as_given(override.key)} must be {_KINDS['Dict']}", value=repr(override.value))
+            no_group = SettingError(f"{as_given(override.key)} must be {KINDS['Dict']}", value=repr(override.value))
             raise _with_line(no_group, name, lines, override.key)
         try:
-            _apply(config, [override])
+            apply_overrides(config, [override])
         except ConfigError as error:
             raise _with_line(error, name, lines, override.key) from error
     try:
@@ -272,7 +263,9 @@ def _config_for(
              "mode": {"name": mode}, "paths": places}  # fmt: skip
     config, classes = _load(plain)
     wanted = {
-        key for key in _keys(OmegaConf.to_container(config)) if not OmegaConf.is_dict(OmegaConf.select(config, key))
+        key
+        for key in setting_keys(OmegaConf.to_container(config))
+        if not OmegaConf.is_dict(OmegaConf.select(config, key))
     }
     if wanted <= given.keys() | {"paths.code_dir"}:
         return config, classes
@@ -288,7 +281,7 @@ def _lines_of(text: str) -> dict[str, int]:
 
     def lines(node: Any, before: str) -> Iterator[tuple[str, int]]:
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            name = _as_stored(f"{before}{key.value}")
+            name = as_stored(f"{before}{key.value}")
             yield name, key.start_mark.line + 1
             yield from lines(value, f"{name}.")
 
@@ -297,7 +290,7 @@ def _lines_of(text: str) -> dict[str, int]:
 
 def _with_line(error: ConfigError, name: str, lines: Mapping[str, int], key: str = "") -> ConfigError:
     """Adds to an error the file, and the line of the setting that it is about, if there is such a line."""
-    key = key or _as_stored(error.rule.partition(" ")[0])
+    key = key or as_stored(error.rule.partition(" ")[0])
     place = f"{name} line {lines[key]}" if key in lines else name
     return ConfigError(f"{place}: {error.rule}", value=error.value, remedy=error.remedy)
 
@@ -436,7 +429,7 @@ def prediction_run(run: ResolvedRun, dataset: str | None, sets: Sequence[str]) -
     the task itself in `sets`, too.
     """
     for text in sets:
-        if not from_set(text).key.startswith(("dataset.", _SETTINGS)):
+        if not from_set(text).key.startswith(("dataset.", SETTINGS)):
             raise ConfigError("A finished run keeps all settings but its data's and its task's", value=f"--set {text}",
                               remedy="Give --set dataset.KEY=VALUE, or --set task.KEY=VALUE")  # fmt: skip
     return _on_data(run, dataset, sets)
@@ -469,106 +462,22 @@ def expand(requests: Sequence[RunRequest]) -> list[RunRequest]:
     return found
 
 
-def from_set(text: str) -> Override:
-    """Reads one `--set group.key=value`.
-
-    Raises:
-        ConfigError: There is no key or no `=`.
-    """
-    name, separator, value = text.partition("=")
-    name = name.strip()
-    if not separator or not name:
-        raise ConfigError("--set takes group.key=value", value=repr(text), remedy="Write it as --set training.lr=0.01")
-    # Hydra's `+` and `++` add a setting where there is none; here every setting is there.
-    key = name.lstrip("+")
-    group, _, last = key.rpartition(".")
-    # The mode decides which settings exist, so its name is a choice, not a setting.
-    key = f"training.{canonical_name(last)}" if group == "training" else "mode" if key == "mode.name" else key
-    return Override(key=_as_stored(key), value=value, spelling=f"--set {name}", grammar=True)
-
-
-def from_model_args(text: str, groups: Mapping[str, type]) -> list[Override]:
-    """Reads `--model-args k=v,k=v`.
-
-    Args:
-        text: The value of `--model-args`.
-        groups: Settings class of each group that may have a setting k; the first group that has it gets the value.
-
-    Raises:
-        ConfigError: A part has no `=`, or no group has its name; the message lists the nearest.
-    """
-    group_of = {field.name: group for group, cls in reversed(list(groups.items())) for field in fields(cls)}
-    found = []
-    for part in filter(None, _COMMA_OUTSIDE_BRACKETS.split(text)):
-        name, separator, value = part.partition("=")
-        if not separator:
-            raise ConfigError("--model-args takes k=v,k=v", value=repr(part), remedy="Write it as hidden=32,lr=0.01")
-        key, spelling = canonical_name(name.strip()), f"--model-args {name.strip()}"
-        if key not in group_of:
-            raise unknown_name("name in --model-args", name.strip(), group_of)
-        found.append(Override(key=f"{group_of[key]}.{key}", value=value, spelling=spelling, grammar=True))
-    return found
-
-
-def _as_given(key: str) -> str:
-    """Returns the key of a setting as a person writes it."""
-    return f"{_TASK}{key.removeprefix(_SETTINGS)}" if key.startswith(_SETTINGS) else key
-
-
-def _as_stored(key: str) -> str:
-    return f"{_SETTINGS}{key.removeprefix(_TASK)}" if key.startswith(_TASK) else key
-
-
-def check_contradictions(overrides: Iterable[Override]) -> None:
-    """Raises ConfigError if a setting is given under two spellings with different values."""
-    first: dict[str, Override] = {}
-    for new in overrides:
-        old = first.setdefault(new.key, new)
-        if old.spelling != new.spelling and str(old.value) != str(new.value):
-            raise ConfigError(f"{_as_given(new.key)} is given twice, with different values", remedy="Give it once",
-                              value=f"{old.spelling} {old.value} and {new.spelling} {new.value}")  # fmt: skip
-
-
 def _chosen(sets: Iterable[Override]) -> dict[str, Any]:
     """Reads which presets, model and device are chosen."""
-    choices = {override.key: str(_parsed(override)).strip() for override in sets if override.key in _CHOICES}
+    choices = {override.key: str(parsed_value(override)).strip() for override in sets if override.key in _CHOICES}
     for override in sets:
         if choices.get(override.key) == "":
             raise ConfigError(f"{override.spelling} is empty", remedy="Give a value, or leave it out")
     return choices
 
 
-def _parsed(override: Override) -> Any:
-    """Reads an override's value as Hydra does; one of a flag is the value itself."""
-    if not override.grammar:
-        return override.value
-    text = f"{override.key}={override.value}"
-    try:
-        parsed = parser().parse_override(text)
-    except UNREADABLE as error:
-        raise ConfigError("A value cannot be read", value=text, remedy=_WRITE_IT) from error
-    if parsed.is_sweep_override():
-        raise _several_values(override)
-    return parsed.value()
-
-
-def _several_values(override: Override) -> ConfigError:
-    """Makes the error for a list of values where there is one value."""
-    text = f"{_as_given(override.key)}={override.value}"
-    if may_sweep(override.key):
-        return ConfigError("One run cannot have several values of a setting", value=text,
-                           remedy="Sweep with a training command: can-train --model … --set key=1,2")  # fmt: skip
-    return ConfigError("Only settings of task, model, dataset, mode and training can be swept", value=text,
-                       remedy=f"Give {_as_given(override.key)} one value")  # fmt: skip
-
-
 def _make_changed(config: DictConfig, overrides: Sequence[Override], classes: Mapping[str, type]) -> ResolvedRun:
     """Makes a run from a config with overrides; an error names the setting as it was given."""
-    before = {override.key: _plain(OmegaConf.select(config, override.key)) for override in overrides}
+    before = {override.key: plain_value(OmegaConf.select(config, override.key)) for override in overrides}
     try:
-        run = _make_run(_apply(config, overrides), classes)
+        run = _make_run(apply_overrides(config, overrides), classes)
     except ConfigError as error:
-        raise _as_typed(error, overrides, before) from error
+        raise as_typed(error, overrides, before) from error
     if any(override.key == "training.optimizer" for override in overrides):
         optimizer, code_dir = locate_optimizer(run.training.optimizer, run.task, run.paths.code_dir)
         run = replace(run, training=replace(run.training, optimizer=optimizer),
@@ -584,117 +493,6 @@ def _make_changed(config: DictConfig, overrides: Sequence[Override], classes: Ma
     return run
 
 
-def _as_typed(error: ConfigError, overrides: Sequence[Override], before: Mapping[str, Any]) -> ConfigError:
-    """Writes an error about a setting as the person gave the setting.
-
-    Args:
-        error: Of a settings class, or of OmegaConf.
-        overrides: The settings that the person gave.
-        before: Their values in the presets.
-    """
-    for override in overrides:
-        if error.value == repr(override.value) and error.rule.startswith("This is no "):
-            return _changed(error, error.rule.replace("This", override.spelling, 1), error.remedy)
-        key = _as_given(override.key)
-        name = re.compile(rf"(?<![\w.-]){re.escape(key)}(?![\w.])")
-        if name.search(error.rule):
-            # Text of --set is Hydra's, and its settings are known by their keys.
-            rule = error.rule if override.grammar else override.spelling.join(name.split(error.rule))
-            remedy = error.remedy or _preset_value(override, before.get(override.key))
-            return _changed(error, rule, remedy)
-    return _changed(error, error.rule, error.remedy or "Mend it in the preset or the file that has it")
-
-
-def _changed(error: ConfigError, rule: str, remedy: str) -> ConfigError:
-    return ConfigError(rule, value=error.value, remedy=remedy)
-
-
-def _plain(node: Any) -> Any:
-    return OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
-
-
-def _preset_value(override: Override, value: Any) -> str:
-    """Returns a remedy: the value that the presets have, as a person writes it in place of the wrong one."""
-    if (not value and not isinstance(value, bool | int | float)) or isinstance(value, dict):
-        return f"Leave it out: can-train {_ALL_SETTINGS} shows how settings are written"
-    if isinstance(value, list):
-        text = f"[{','.join(map(str, value))}]"
-    else:
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-    link = "=" if override.grammar else " "
-    return f"Leave it out, or write it as {override.spelling}{link}{shlex.quote(text)}"
-
-
-def _apply(config: DictConfig, overrides: Sequence[Override]) -> DictConfig:
-    """Sets the values in a config, whose types they must fit."""
-    known = list(_keys(OmegaConf.to_container(config)))
-    for override in overrides:
-        key, is_open = override.key, override.key.startswith(tuple(f"{group}." for group in _OPEN_GROUPS))
-        if key not in known and not is_open:
-            nearest = ", ".join(map(_as_given, _nearest_settings(key, known)[:_SUGGESTIONS]))
-            if key.startswith(_SETTINGS) and not any(name.startswith(_SETTINGS) for name in known):
-                raise ConfigError("This task has no settings of its own", value=_as_given(key),
-                                  remedy="Write them as fields of its class Settings; see docs/tasks.md")  # fmt: skip
-            raise ConfigError("Unknown setting", value=repr(_as_given(key)), remedy=f"Nearest: {nearest}")
-        value, node = _value(config, override, is_open=is_open), OmegaConf.select(config, key)
-        if OmegaConf.is_dict(node) and not override.grammar and isinstance(value, str):
-            # A flag gives settings by name: --optimizer-args momentum=0.95,nesterov=true.
-            value = _parsed(replace(override, value=f"{{{value.replace('=', ':')}}}", grammar=True))
-        if OmegaConf.is_list(node) and not override.grammar and isinstance(value, str):
-            # A flag lists values as they are: --freeze encoder,head.
-            value = [part.strip() for part in value.split(",") if part.strip()]
-        for kind, is_wanted, types in (("Dict", OmegaConf.is_dict, dict), ("List", OmegaConf.is_list, (list, tuple))):
-            if is_wanted(node) and not isinstance(value, types):
-                raise SettingError(f"{_as_given(key)} must be {_KINDS[kind]}", value=repr(value))
-        try:
-            # Of a group within a group only the given keys change, as in Hydra.
-            OmegaConf.update(config, key, _escaped(value), merge=isinstance(value, dict),
-                             force_add=is_open or key in _OPEN_GROUPS)  # fmt: skip
-            # `${…}` is accepted for any type, and converted only when it is read.
-            if OmegaConf.is_config(found := OmegaConf.select(config, key)):
-                OmegaConf.to_container(found, resolve=True)
-        except OmegaConfBaseException as error:
-            raise _misfit(error, key, value) from error
-    return config
-
-
-def _value(config: DictConfig, override: Override, *, is_open: bool) -> Any:
-    """Reads the value of a setting; `is_open` tells that it is an option of sbatch, which may also be a switch, a list
-    or empty. In a text that cannot be swept, Hydra's grammar counts where it reads a text, which may be quoted; all
-    else is meant literally: `n[1-3,7]`, `END,FAIL`, `007`.
-    """
-    node, raw = OmegaConf.select(config, override.key), str(override.value).strip()
-    if not override.grammar or may_sweep(override.key) or not (is_open or isinstance(node, str)):
-        try:
-            return _parsed(override)
-        except ConfigError as error:
-            if OmegaConf.is_list(node) and not may_sweep(override.key):
-                error.remedy = (
-                    f"""Write its lines as a list: --set '{override.key}=["module load a,b","ulimit -c 0"]'"""
-                )
-            raise
-    try:
-        parsed = parser().parse_override(f"{override.key}={raw}")
-    except UNREADABLE:
-        return raw
-    if parsed.is_sweep_override():
-        # Values without a function (`choice(…)`, `range(…)`) are a text with commas.
-        if re.match(r"\w+\(", raw):
-            raise _several_values(override)
-        return raw
-    value = parsed.value()
-    as_read = isinstance(value, str) or str(value) == raw or (is_open and isinstance(value, bool | list | None))
-    return value if as_read else raw
-
-
-def _nearest_settings(key: str, settings: Sequence[str]) -> list[str]:
-    """Returns the settings most like a key, first those that only their group tells from it: `lr`, `model.lr`."""
-    last = {name: name.rpartition(".")[2] for name in settings}
-    words = [key.rpartition(".")[2]] if "." in key else nearest_first(key, last.values())
-    like = [name for word in words for name in settings if last[name] == word]
-    return list(dict.fromkeys([*like, *nearest_first(key, settings)]))
-
-
 def _apply_user_file(config: DictConfig, file: UserFile, classes: Mapping[str, type]) -> None:
     """Applies the user's settings file to a config; its requests to SLURM only if the run goes there."""
     of_jobs = resolved.CLUSTER_FLAGS if config.cluster.executor == "slurm" else ()
@@ -703,22 +501,12 @@ def _apply_user_file(config: DictConfig, file: UserFile, classes: Mapping[str, t
         if (group := groups.get(name)) is None:
             continue
         try:
-            _apply(config, [Override(key=f"{group}.{name}", value=value, spelling=name, grammar=False)])
+            apply_overrides(config, [Override(key=f"{group}.{name}", value=value, spelling=name, grammar=False)])
             # One after another, so that the error names the one that is wrong.
             plain: Any = OmegaConf.to_container(config[group], resolve=True)
             _make_settings(classes[group], plain, group)
         except ConfigError as error:
             raise ConfigError(f"{file.path}: {name}: {error.rule}", value=error.value, remedy=error.remedy) from error
-
-
-def _keys(node: Any, before: str = "") -> Iterator[str]:
-    """Lists the dotted keys that may be set; task, model and size decide the keys, and are none."""
-    for name, value in node.items():
-        key = f"{before}{name}"
-        if name != "_target_" and key != "mode.name" and (before or name == "device"):
-            yield key
-        if isinstance(value, Mapping) and key not in _OPEN_GROUPS:
-            yield from _keys(value, f"{key}.")
 
 
 def _classes(task: TaskSettings, spec: ModelSpec, mode: str) -> dict[str, type]:
@@ -827,7 +615,7 @@ def _compose(composition: _Composition) -> DictConfig:
 
 
 def _unfit(error: BaseException, folders: Sequence[Path]) -> ConfigError:
-    return ConfigError("A preset does not fit the settings", value=_reason(error).rstrip("."),
+    return ConfigError("A preset does not fit the settings", value=reason_of(error).rstrip("."),
                        remedy=f"Mend it in {' or '.join(map(str, reversed(folders)))}")  # fmt: skip
 
 
@@ -906,7 +694,7 @@ def _canonical(training: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[
     for name, value in training.items():
         key = aliases.get(canonical_name(str(name)), canonical_name(str(name)))
         if key != name:
-            value = _TRANSLATIONS.get(f"training.{key}", {}).get(str(value).lower(), value)
+            value = TRANSLATIONS.get(f"training.{key}", {}).get(str(value).lower(), value)
         if found.setdefault(key, value) != value:
             raise ValueError(f"training.{key} is given twice, as {found[key]} and {value}")
     return found
@@ -920,28 +708,15 @@ def _load(plain: Mapping[str, Any]) -> tuple[DictConfig, dict[str, type]]:
     groups = {group: OmegaConf.structured(_schema(cls)) for group, cls in classes.items()}
     schema = OmegaConf.create(dict.fromkeys(_SCALARS, "") | groups)
     OmegaConf.set_struct(schema, True)
-    for group in _OPEN_GROUPS:
+    for group in OPEN_GROUPS:
         OmegaConf.set_struct(OmegaConf.select(schema, group), False)
     try:
-        merged = OmegaConf.merge(schema, _escaped(dict(plain)))
+        merged = OmegaConf.merge(schema, escaped(dict(plain)))
     except OmegaConfBaseException as error:
-        raise ConfigError("The saved configuration does not fit this version", value=_reason(error),
+        raise ConfigError("The saved configuration does not fit this version", value=reason_of(error),
                           remedy="Use the version that made the run, or train anew") from error  # fmt: skip
     assert isinstance(merged, DictConfig)
     return merged, classes
-
-
-def _escaped(value: Any) -> Any:
-    """Copies a value, escaping interpolations of OmegaConf: the shell's `${HOME}` is meant literally.
-
-    Hydra's parser leaves interpolations as text, so overrides have none; presets may.
-    """
-    if isinstance(value, Mapping):
-        return {key: _escaped(inner) for key, inner in value.items()}
-    if not isinstance(value, str):
-        return [_escaped(inner) for inner in value] if isinstance(value, list | tuple) else value
-    # Backslashes before `${` escape it and each other; all others stand for themselves.
-    return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
 
 
 def _make_run(config: DictConfig, classes: Mapping[str, type]) -> ResolvedRun:
@@ -960,8 +735,8 @@ def _make_settings(cls: Any, plain: Mapping[str, Any], group: str) -> Any:
         # hydra-zen lets anything stand for a list or a mapping.
         wanted: Any = {Sequence: list, Mapping: dict}.get(get_origin(kinds[name]), object)
         if not isinstance(value, wanted):
-            kind = _KINDS["List" if wanted is list else "Dict"]
-            raise SettingError(f"{_as_given(key)} must be {kind}", value=repr(value))
+            kind = KINDS["List" if wanted is list else "Dict"]
+            raise SettingError(f"{as_given(key)} must be {kind}", value=repr(value))
         given[name] = _make_settings(kinds[name], value, key) if is_dataclass(kinds[name]) else value
     return cls(**given)
 
@@ -1018,33 +793,3 @@ def _dataset(task: TaskSettings, text: str | None, folders: Sequence[Path]) -> t
     if not named:
         raise ConfigError("There is no such file or folder", value=repr(text), remedy=f"Give {one}")
     raise unknown_name("data set", text, named, more=f"; or give {one}")
-
-
-def _misfit(error: OmegaConfBaseException, key: str, value: Any) -> ConfigError:
-    """Makes the error for a value that a setting does not take."""
-    found = re.search(r"full_key: (\S+)", str(error))
-    key = _as_given(found[1] if found else key)
-    if kind := re.search(r"could not be converted to (\w+)|is not a valid (bool)", str(error)):
-        shown = re.search(r"Value '(.*)' (of type|is not)", str(error))
-        name = kind[1] or kind[2]
-        return SettingError(f"{key} must be {_KINDS.get(name, name)}", value=repr(shown[1] if shown else value))
-    if re.search(r"Key '.*' (is )?not in ", str(error)):
-        return ConfigError("Unknown setting", value=repr(key), remedy=f"{_ALL_SETTINGS} prints all of them")
-    return ConfigError(f"{key} cannot be {value!r}", value=_reason(error), remedy=_WRITE_IT)
-
-
-def _reason(error: BaseException) -> str:
-    """Writes OmegaConf's error in a line that begins with the preset and the key."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    if isinstance(error, yaml.YAMLError):
-        # Where it is wrong comes last.
-        lines = [" ".join(" ".join(lines).split())]
-    # Hydra's own first line: `In 'memory/tight': ConfigKeyError raised while composing config:`
-    preset = re.match(r"In '(.*)': .* raised while composing", lines[0])
-    line = lines[1] if preset and len(lines) > 1 else lines[0]
-    if re.search(r"Key '.*' (is )?not in ", line):
-        line = "there is no such setting"
-    elif (kind := re.search(r"(?<=Value )('.*') of type '\w+' could not be converted to (\w+)", line)) is not None:
-        line = f"{kind[1]} is not {_KINDS.get(kind[2], kind[2])}"
-    key = re.search(r"full_key: (\S+)", str(error))
-    return ": ".join(filter(None, [f"{preset[1]}.yaml" if preset else "", key[1] if key else "", line]))

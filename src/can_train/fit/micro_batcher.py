@@ -24,9 +24,9 @@ from can_train.errors import ArgumentError
 from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
 from can_train.fit.cost_model import DeviceLimits
 from can_train.fit.offloaded_state import OffloadedState, keep_states, refusal_of
-from can_train.fit.optimizer import parameters_of
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of
 from can_train.fit.peak_prediction import PeakPrediction
+from can_train.fit.random_state import parameters_of
 from can_train.fit.rescue import Backoff, Ladder, RepeatedError, Rescue, RescueSettings, Try, Undo, leaves_of
 from can_train.fit.rungs import NOT_REPEATABLE, Rung, computed_on, is_not_repeatable, rungs_of
 from can_train.fit.search import SizeSearch

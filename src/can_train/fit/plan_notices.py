@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits
-from can_train.fit.optimizer import has_images
 from can_train.fit.packing import ROUNDING
 from can_train.fit.plan import PhasePlan
+from can_train.fit.precision import has_images
 from can_train.fit.search import SEARCH_SECONDS, SEARCH_SHARE
 from can_train.io.units import size_text
 from can_train.memory.catalogue import UNKNOWN

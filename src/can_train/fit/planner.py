@@ -20,16 +20,11 @@ from can_train.fit.epochs import epoch_shares, planned_orders
 from can_train.fit.explore import MODEL_MUST_FIT, Explorer, others_of
 from can_train.fit.factor_rule import NO_AIM, PROVISIONAL, Aim, EarlierSearch, FactorRule
 from can_train.fit.offloaded_state import refusal
-from can_train.fit.optimizer import (
-    capture_generators,
-    make_optimizer,
-    phase_parameters,
-    phase_training,
-    restore_generators,
-)
+from can_train.fit.optimizer import make_optimizer, phase_parameters, phase_training
 from can_train.fit.packing import ROUNDING, BatchCosts, SplitRules
 from can_train.fit.plan import PhasePlan, PlanRequest, resolve_plan, search_upper, size_candidates, spare_room
 from can_train.fit.plan_notices import format_notices, limits_notices, too_large_notices
+from can_train.fit.random_state import capture_generators, restore_generators
 from can_train.fit.rescue import Ladder, without_recomputation
 from can_train.fit.run_plan import DataPlacement, OtherRung, PredictedLimit, RunPlan, price
 from can_train.fit.rungs import (
@@ -514,7 +509,7 @@ class Planner:
 
             if isinstance(self.meter, AbsentGpuMeter):
                 # No training needs the recorder of CUDA's dispatch.
-                from can_train.fit.prediction import predict_limits, predict_without_values
+                from can_train.fit.recorded_limits import predict_limits, predict_without_values
 
                 if self.explorer.is_on_meta:
                     limits = predict_without_values(self.explorer, upper)
@@ -532,7 +527,7 @@ class Planner:
     def record(self) -> RecordedPhase:
         """Records the lines of a device that is not at hand; raises NoCudaDispatchError where it cannot."""
         # No training needs the recorder of CUDA's dispatch.
-        from can_train.fit.prediction import record_phase
+        from can_train.fit.recorded_limits import record_phase
 
         samples = price(self.task, self.task.train_rows, None)
         self.explorer.count_others_state()

@@ -1,5 +1,5 @@
-"""Predicts the memory of a GPU that is not there: `predict_limits` for a plan, and `predict_peak` for one batch. Small
-batches on the CPU show how memory grows; the allocations of CUDA are recorded for a card of the catalogue.
+"""Predicts the peak of one batch on a GPU that is not there: `predict_peak`. Small batches on the CPU show how memory
+grows; the allocations of CUDA are recorded for a card of the catalogue.
 
 Shapes: R samples, F features.
 """
@@ -10,15 +10,11 @@ import inspect
 import math
 import os
 import re
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from operator import itemgetter
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -36,35 +32,19 @@ from can_train.errors import ArgumentError, ConfigError
 from can_train.fit.compiled import SAVED_SHARE, compile_in_place, outermost_calls
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, SearchResult
 from can_train.fit.explore import (
-    PROBE_SHARE,
-    SMALLEST_PROBE,
     Explorer,
-    Positions,
-    ProbeBounds,
-    Upper,
     Workload,
     left_as_it_was,
     others_of,
     probe,
-    resident_bytes,
     weighted_loss,
 )
 from can_train.fit.low_bit_state import LowBitOptimizer
 from can_train.fit.offloaded_state import OffloadedState
-from can_train.fit.optimizer import (
-    Precision,
-    make_optimizer,
-    measure_optimizer,
-    only_trained,
-    phase_parameters,
-    phase_training,
-    step_generator,
-    use_channels_last,
-)
+from can_train.fit.optimizer import make_optimizer, only_trained, phase_parameters, phase_training
+from can_train.fit.optimizer_memory import measure_optimizer
 from can_train.fit.packing import BatchCosts, batch_totals, counts_of, growing_totals
 from can_train.fit.peak_prediction import (
-    NOT_RECORDED,
-    SPREADS,
     MemoryTerm,
     PeakPrediction,
     from_small_batches,
@@ -75,8 +55,10 @@ from can_train.fit.peak_prediction import (
     price_trace,
     with_unmeasured,
 )
+from can_train.fit.precision import Precision, use_channels_last
+from can_train.fit.random_state import step_generator
+from can_train.fit.recorded_limits import on_generations, read_sizes
 from can_train.fit.rungs import SPLIT_ALONE, Rung, computed_on
-from can_train.fit.search import RecordedLine, RecordedPhase, pack_worst_case, room_for_trial
 from can_train.io.units import counted, parse_size, size_text
 from can_train.memory.allocation_trace import FIXED, GROWING, AllocationRecorder, MemoryPart
 from can_train.memory.allocator_settings import (
@@ -86,14 +68,14 @@ from can_train.memory.allocator_settings import (
     read_allocator_settings,
     settings_variable,
 )
-from can_train.memory.catalogue import ROCM, ROCM_CAVEAT, Card, UsableMemory, find_card, other_card
-from can_train.memory.cuda_dispatch import RecordedGpu, compute_on_cuda, compute_on_simulated, record_on_cuda
+from can_train.memory.catalogue import ROCM, ROCM_CAVEAT, Card, find_card, other_card
+from can_train.memory.cuda_dispatch import record_on_cuda
 from can_train.memory.cuda_library import NoCudaDispatchError, ValuesNeededError
-from can_train.memory.cuda_workspaces import AMPERE, SUM_BYTES_PER_THREAD, TENSORS, generations_like
-from can_train.memory.meters import AbsentGpuMeter, CpuMeter, is_on_meta
+from can_train.memory.cuda_workspaces import AMPERE, TENSORS
+from can_train.memory.meters import CpuMeter, is_on_meta
 from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
 from can_train.memory.simulated.allocator import AllocatorSettings
-from can_train.memory.value_sizes import Uses, ValueSizes, reading_sizes
+from can_train.memory.value_sizes import ValueSizes
 from can_train.task import BatchTask, Feature, Phase
 
 # Samples of a uniform batch that probes choose from: they are all alike, and a batch may be larger than the data.
@@ -106,175 +88,8 @@ _RECORDED_STEPS: Final = 2  # the optimizer makes its state in the first one
 _CLEARED: Final = ("before", "after")
 _TOLD_SHARE: Final = 0.01  # of the peak: smaller gradients that are alive are not told
 _ANY_LR: Final = 1e-3  # a learning rate decides no memory
-_LEAST_READ: Final = 2  # Samples of the first step that shows sizes: normalization fails on one
-_READ_S: Final = 4.0  # Of steps that show sizes, after which no larger one is run
 _SIZES_SHARE: Final = 0.1  # of the peak: the change that other values may cause; not measured
 _CHECKED: Final = 4  # Costs of the largest probe: of a batch unlike the probes that tells whether the line holds for it
-
-
-def predict_limits(explorer: Explorer, upper: Upper) -> DeviceLimits:
-    """Predicts the limits of the device that an explorer's meter stands for, up to the cost `upper`, from small batches
-    on the CPU. For an NVIDIA GPU a batch of training and one of evaluation are then recorded as CUDA would run them,
-    and correct the prediction as the trials of a search do. The limits say whether they were, or why not.
-
-    Raises:
-        DoesNotFitError: The model does not fit, or no sample beside it.
-    """
-    recorded, peaks, failures, read = copy(explorer), [], [], []
-    card = explorer.meter.target if isinstance(explorer.meter, AbsentGpuMeter) else None
-    if card is None or not card.resident_threads:
-        limits = explorer.explore(upper)
-        return replace(limits, spread=NOT_RECORDED) if card is not None and card.generation == ROCM else limits
-
-    def record(work: Workload, positions: Positions) -> int | None:
-        def measure(gpu: RecordedGpu) -> tuple[int, bool]:
-            # In a child process: the explorer's work runs on the GPU.
-            recorded.meter = gpu
-            return work.peak(gpu, positions).allocated, gpu.depends_on_generation
-
-        compute = partial(compute_on_cuda, recorded.model, measure, resident_threads=card.resident_threads)
-        try:
-            try:
-                found = _of_generations(card.generation, compute, differs=itemgetter(1))
-            except ValuesNeededError:
-                sizes = _read_sizes(
-                    recorded.model, lambda samples: work.run(work.rows[positions[:samples]]), len(positions)
-                )
-                if sizes is None:
-                    raise
-                compute = partial(compute, sizes=sizes)
-                found = _of_generations(card.generation, compute, differs=itemgetter(1))
-                read.append(sizes.largest_step)
-            peak = max(allocated for allocated, _ in found.values())
-        except NoCudaDispatchError as error:
-            sentences = filter(None, (f"{error.rule}: {error.value}", error.remedy))
-            failures.append("; ".join(f"{sentence[0].lower()}{sentence[1:]}" for sentence in sentences))
-            recorded.record = None
-            return None
-        peaks.append(peak)
-        return peak
-
-    recorded.record = record
-    limits = recorded.explore(upper)
-    is_recorded = bool(peaks) and not failures
-    return replace(
-        limits,
-        recorded=is_recorded,
-        not_recorded_because=failures[0] if failures else "",
-        samples_of_sizes=min(read, default=0),
-        spread=SPREADS[operations_of(explorer.model)] if is_recorded else NOT_RECORDED,
-    )
-
-
-def predict_without_values(explorer: Explorer, upper: Upper) -> DeviceLimits:
-    """Predicts the limits of an NVIDIA GPU that is not at hand, up to the cost `upper`, for a model on meta, from
-    recorded batches alone: the model has no memory, and nothing is computed. The caller checks whether weights and
-    optimizer state fit.
-
-    Raises:
-        NoCudaDispatchError: The task cannot be recorded.
-    """
-    target = _recorded_target(explorer)
-
-    def compute(gpu: RecordedGpu) -> DeviceLimits:
-        # The limits hold for devices that share the model out, too.
-        recorded = _on_recorded(explorer, gpu, sys.maxsize)
-        recorded.record = lambda work, positions: work.peak(gpu, positions).allocated
-        return recorded.explore(upper)
-
-    compute_on = partial(compute_on_cuda, explorer.model, compute, resident_threads=target.resident_threads)
-    found = _of_generations(target.generation, compute_on).values()
-    limits = max(found, key=lambda limits: limits.training.peak_bytes(limits.training.tuned_limit))
-    spread = SPREADS[operations_of(explorer.model)]
-    return replace(limits, capacity_bytes=target.capacity_bytes, recorded=True, spread=spread)
-
-
-# Cost in bytes that the smallest of the recorded batches have, unless fewer samples are wanted: memory is as fragmented
-# then as in a large batch.
-_RECORDED_COST: Final = 256 * 2**20
-_FIRST_SAMPLES: Final = (4, 32)  # of two batches that show about how much a sample costs
-_MOST_RECORDED: Final = 4096  # samples of a batch: its operations take no memory, but its samples are read and joined
-_DISTINCT_SHARE: Final = 0.25  # of the data, in one batch: all batches would have the same samples
-
-
-def record_phase(explorer: Explorer, wanted_samples: float) -> RecordedPhase:
-    """Records the lines of training and evaluation as the device would run them that an explorer's meter stands for.
-
-    Args:
-        explorer: Its meter is an `AbsentGpuMeter` of an NVIDIA GPU or of a simulated one.
-        wanted_samples: Samples of the largest batch that is worth trying.
-
-    Raises:
-        NoCudaDispatchError: The task cannot be recorded.
-    """
-    target = _recorded_target(explorer)
-
-    def compute(gpu: RecordedGpu) -> RecordedPhase:
-        recorded = _on_recorded(explorer, gpu, target.capacity_bytes)
-        return recorded.record_lines(partial(_record_line, gpu, wanted_samples))
-
-    if not target.resident_threads:
-        return compute_on_simulated(explorer.model, compute)
-    return compute_on_cuda(
-        explorer.model, compute, generation=target.generation, resident_threads=target.resident_threads
-    )
-
-
-def _recorded_target(explorer: Explorer) -> UsableMemory:
-    assert isinstance(explorer.meter, AbsentGpuMeter), "only a device that is not at hand is recorded"
-    return explorer.meter.target
-
-
-def _on_recorded(explorer: Explorer, gpu: RecordedGpu, capacity_bytes: int) -> Explorer:
-    """Returns a copy of an explorer that measures on a recorded GPU."""
-    target, recorded = _recorded_target(explorer), copy(explorer)
-    gpu.key, gpu.capacity_bytes = target.key, capacity_bytes
-    gpu.kernel_bytes = target.resident_threads * SUM_BYTES_PER_THREAD
-    recorded.meter = gpu
-    return recorded
-
-
-def _record_line(gpu: RecordedGpu, wanted_samples: float, work: Workload) -> RecordedLine:
-    few, more = (work.peak(gpu, np.resize(np.arange(len(work.rows)), size)).allocated for size in _FIRST_SAMPLES)
-    sample_bytes = max((more - few) / (_FIRST_SAMPLES[1] - _FIRST_SAMPLES[0]), 1.0)
-    bounds = ProbeBounds(
-        capacity_bytes=gpu.capacity_bytes,
-        gradient_bytes=work.gradient_bytes,
-        kernel_bytes=gpu.kernel_bytes,
-        most_distinct=max(int(_DISTINCT_SHARE * len(work.rows)), SMALLEST_PROBE),
-        wanted_cost=wanted_samples * sample_bytes,
-    )
-    samples = min(max(_RECORDED_COST, bounds.line_shows), PROBE_SHARE * gpu.capacity_bytes) / sample_bytes
-    first_round = max(int(min(samples, wanted_samples, _MOST_RECORDED) / SMALLEST_PROBE), 1)
-    fit = probe(work, gpu, replace(bounds, first_round=first_round))
-    costs, mean_totals = BatchCosts.priced(fit.model, work.counts), work.counts.mean(axis=0)
-    line = RecordedLine(model=fit.model, resident_bytes=resident_bytes(work, gpu), room_share=1.0)
-    room = room_for_trial(line, fit.model, tuple(costs.mean_counts()), gpu.capacity_bytes)
-    batch = pack_worst_case(costs, min(room, wanted_samples * float(mean_totals @ np.asarray(fit.model.coefficients))))
-    positions = batch[:_MOST_RECORDED] if len(batch) else np.arange(1)
-    return replace(line, room_share=gpu.room_share(lambda: work.run(work.rows[positions])))
-
-
-Result = TypeVar("Result")
-
-
-def _of_generations(
-    generation: str, record: Callable[..., Result], *, differs: Callable[[Result], bool] = lambda _: True
-) -> dict[str, Result]:
-    """Returns what is recorded on each generation that a GPU may be of, or on the first alone where its result does not
-    differ on others; raises NoCudaDispatchError where nothing can be recorded on the first.
-    """
-    results: dict[str, Result] = {}
-    for like in generations_like(generation):
-        try:
-            results[like] = record(generation=like)
-        except NoCudaDispatchError:
-            # An old generation may lack what a program needs.
-            if not results:
-                raise
-        if not all(map(differs, results.values())):
-            break
-    return results
 
 
 Counts = Sequence[float] | NDArray[Any] | Tensor
@@ -757,12 +572,12 @@ def _recorded_with(
     )
     sizes = None
     try:
-        traces = _of_generations(card.generation, record)
+        traces = on_generations(card.generation, record)
     except ValuesNeededError:
-        sizes = _read_sizes(step.model, step.run_on_cpu, step.num_samples)
+        sizes = read_sizes(step.model, step.run_on_cpu, step.num_samples)
         if sizes is None:
             raise
-        traces = _of_generations(card.generation, partial(record, sizes=sizes))
+        traces = on_generations(card.generation, partial(record, sizes=sizes))
     kernels, operations = loaded_kernels(step.model), operations_of(step.model)
     is_half = step.is_half or any(each.dtype in _HALF for each in step.model.parameters())
     found = of_any(
@@ -774,29 +589,6 @@ def _recorded_with(
         }
     )
     return found if sizes is None else _of_sizes(found, sizes)
-
-
-def _read_sizes(model: nn.Module, run: Callable[[int], None], num_samples: int) -> ValueSizes | None:
-    """Runs batches of few samples on the CPU, each of twice as many as the one before, and returns sizes that depend on
-    values; None where the model has no values, or no batch runs. Forward passes do: backward passes use their masks.
-    """
-    if is_on_meta(model):
-        return None
-    read: list[tuple[int, Uses]] = []
-    # Where no batch runs, the probes that follow say why.
-    with left_as_it_was(model, CpuMeter()), suppress(Exception):
-        samples, seconds = min(_LEAST_READ, num_samples), 0.0
-        while not read or (read[-1][0] < num_samples and (len(read) == 1 or seconds < _READ_S)):
-            started = time.process_time()
-            with reading_sizes() as uses:
-                run(samples)
-            seconds += time.process_time() - started
-            read.append((samples, uses))
-            samples = min(2 * samples, num_samples)
-    if not read:
-        return None
-    (first, smaller), (second, larger) = read[-2:] if len(read) > 1 else 2 * read
-    return ValueSizes(smaller, larger, (first, second), num_samples)
 
 
 def _of_sizes(found: PeakPrediction, sizes: ValueSizes) -> PeakPrediction:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError, OutOfMemoryDetails
-from can_train.fit.optimizer import Snapshot
 from can_train.fit.packing import ROUNDING, BatchCosts, MicroBatchLimit, cut
+from can_train.fit.random_state import Snapshot
 from can_train.io.units import size_text
 from can_train.memory.catalogue import cards_that_hold
 from can_train.memory.out_of_memory import (

@@ -424,7 +424,7 @@ def confirm_limit(
 
 # --- Limits that are recorded before anything runs on the device, and confirmed by one trial. The recorder of CUDA's
 # dispatch predicts the peaks of large batches, which small probes on a card do not show: kernels take workspaces that
-# stop growing once a card is full. `prediction.py` records the lines.
+# stop growing once a card is full. `recorded_limits.py` records the lines.
 
 
 @dataclass(frozen=True, kw_only=True)

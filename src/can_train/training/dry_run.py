@@ -21,8 +21,8 @@ from can_train.errors import DOES_NOT_FIT, ConfigError, DoesNotFitError, errors_
 from can_train.factors.store import factor_rule, read_factor_rule
 from can_train.fit.explore import model_does_not_fit
 from can_train.fit.factor_rule import PROVISIONAL, FactorRule
-from can_train.fit.optimizer import capture_generators, restore_generators
 from can_train.fit.planner import Planner, Planners, on_no_rung
+from can_train.fit.random_state import capture_generators, restore_generators
 from can_train.fit.run_plan import RunPlan
 from can_train.fit.rungs import SPLIT_ALONE, Rung
 from can_train.fit.sharding import fits_whole, sharded_weights, unshardable_because

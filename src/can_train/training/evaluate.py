@@ -25,7 +25,7 @@ from can_train.config.resolved import EvaluationData, PathSettings, data_root, w
 from can_train.config.settings import TrainingSettings
 from can_train.config.task_settings import load_object
 from can_train.errors import ConfigError, StateError
-from can_train.fit.optimizer import Precision, tf32
+from can_train.fit.precision import Precision, tf32
 from can_train.io.records import open_atomic
 from can_train.memory.meters import open_meter
 from can_train.reporter import Reporter, SilentReporter, TextTable

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from can_train.config.settings import TrainingSettings
-    from can_train.fit.optimizer import Precision
+    from can_train.fit.precision import Precision
 
 PART_SAMPLES: Final = 256
 """Samples that are scored at a time: twice as fast on a processor as 2,048, whose tensors leave its cache. Where memory

@@ -35,14 +35,9 @@ from can_train.errors import (
     StateError,
     unknown_name,
 )
-from can_train.fit.optimizer import (
-    Precision,
-    capture_generators,
-    freeze,
-    restore_generators,
-    seed_everything,
-    use_channels_last,
-)
+from can_train.fit.optimizer import freeze
+from can_train.fit.precision import Precision, use_channels_last
+from can_train.fit.random_state import capture_generators, restore_generators, seed_everything
 from can_train.io.records import (
     parse_object,
     read_bytes,

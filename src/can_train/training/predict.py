@@ -22,8 +22,8 @@ from can_train.config.compose import prediction_run
 from can_train.config.resolved import FinishedModel, PathSettings, ResolvedRun, data_root, state_folder, with_folders_of
 from can_train.config.task_settings import load_object, load_task_settings, task_names
 from can_train.errors import CanTrainError, CheckpointError, ConfigError, DataError, RunError, TaskError
-from can_train.fit.optimizer import Precision, tf32
 from can_train.fit.packing import MicroBatchLimit
+from can_train.fit.precision import Precision, tf32
 from can_train.memory.meters import open_meter
 from can_train.reporter import Reporter, SilentReporter
 from can_train.runs.registry import Registry
@@ -43,7 +43,8 @@ from can_train.training.prediction_files import (
     in_set,
 )
 from can_train.training.read_ahead import SampleReader, is_in_memory
-from can_train.training.sample_task import Task, make_task, make_unread, read_seeded, seeded_host
+from can_train.training.sample_task import Task, make_task, make_unread
+from can_train.training.seeded_samples import read_seeded, seeded_host
 from can_train.training.streams import is_stream, length_of
 
 _OTHER_DATA: Final = "Name data that have samples: --dataset FILE"

@@ -21,8 +21,9 @@ from can_train.errors import DoesNotFitError, StateError
 from can_train.fit.cost_model import DeviceLimits
 from can_train.fit.explore import Explorer, Search, Workload, find_limit, probe, seconds_per_sample
 from can_train.fit.micro_batcher import MicroBatcher
-from can_train.fit.optimizer import Precision, capture_generators, restore_generators
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, members
+from can_train.fit.precision import Precision
+from can_train.fit.random_state import capture_generators, restore_generators
 from can_train.io.arrays import ArrayWriter, FolderDamageError, discard_folder, read_arrays
 from can_train.io.records import read_text, write_json_atomic
 from can_train.memory.meters import CpuMeter, Meter

@@ -15,7 +15,8 @@ from can_train.errors import CanTrainError
 from can_train.reporter import SilentReporter, TextTable
 from can_train.task import UpcomingBatch
 from can_train.training.evaluate import Evaluation, Scorer, Verdict
-from can_train.training.sample_task import VALIDATION, SampleBatch, Task, make_task, tables
+from can_train.training.sample_task import SampleBatch, Task, make_task, tables
+from can_train.training.task_values import VALIDATION
 
 
 class SampleEvaluation(Evaluation):

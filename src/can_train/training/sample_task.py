@@ -5,7 +5,6 @@ Shapes: R samples of a call, named by their rows: the samples of `datasets()` on
 """
 
 import copy
-import random
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.config.task_settings import DatasetSettings, ModeSettings, NoSettings, load_object, missing_extra
 from can_train.errors import CanTrainError, ConfigError, DataError, TaskError
 from can_train.fit.collate import cloned, leaves, pad_and_stack, to_device
-from can_train.fit.optimizer import capture_generators, restore_generators
+from can_train.fit.random_state import capture_generators, restore_generators
 from can_train.io.records import sketch
 from can_train.io.units import counted, size_text
 from can_train.memory.cuda_operators import on_host
@@ -38,14 +37,25 @@ from can_train.reporter import Reporter, SilentReporter, TextTable
 from can_train.task import SAMPLES, BatchTask, Feature, LogicalBatch, Phase, Predictions, UpcomingBatch
 from can_train.training.read_ahead import Failed, SampleReader, is_in_memory
 from can_train.training.resident_samples import ResidentSamples, size_of
+from can_train.training.seeded_samples import read_seeded, reading, sample_seeds, seeded
 from can_train.training.streams import LOOKED, End, StreamParts, StreamReader, TrainingStream, is_stream, length_of
+from can_train.training.task_values import (
+    TEST,
+    TRAIN,
+    VALIDATION,
+    Losses,
+    PartOutcome,
+    checked_terms,
+    measure_numbers,
+    metric_numbers,
+    prediction_numbers,
+    sampled_rows,
+    scored,
+)
 
 T = TypeVar("T")
 
-TRAIN: Final = "train"
-VALIDATION: Final = "validation"
 _VALIDATION_SETS: Final = "validation_sets"
-TEST: Final = "test"
 MODEL: Final = "model"
 _HELD_OUT: Final = 0.1  # Share of the training samples that validate where a task names no such set
 _KEPT_SHARE: Final = 0.25  # Of the available host memory, for the samples of a validation or test stream
@@ -57,12 +67,9 @@ _SQUARED: Final = 2  # and attention between their positions with the square;
 _SUMMED: Final = 0  # packed sequences and concatenated samples have no padding
 _LACKS_GRADIENTS: Final = re.compile(r"requires?[ _]grad|[Ii]nference tensor")  # Errors of PyTorch where they are off
 _DIGITS: Final = 4  # Significant ones of a figure that is shown
-_MOST_SHARES: Final = 10_000  # Of a prediction that is read as shares
-_SHARES_ATOL: Final = 1e-2  # By which shares miss a sum of 1 in half precision
 _MOST_COLUMNS: Final = 4  # Of metrics, beside each other within 80 columns
 
 Rows = NDArray[np.int64]
-Losses = Mapping[str, tuple[Tensor, float | Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,19 +108,6 @@ class TaskContext:
     sampling: bool = False
     num_workers: str = "0"
     epoch_samples: int = 0
-
-
-@dataclass(frozen=True)
-class PartOutcome:
-    """Sums and predictions of a model for a part of a set.
-
-    Attributes:
-        metrics: Sum and denominator of each metric, which add up over parts.
-        predictions: One for each sample, on the CPU; None where the task predicts nothing.
-    """
-
-    metrics: Mapping[str, tuple[float, float]]
-    predictions: Sequence[Any] | None
 
 
 class Task(BatchTask):
@@ -407,7 +401,7 @@ class Task(BatchTask):
     def _streaming(self, what: str) -> Iterator[None]:
         """Opens a block that iterates a stream."""
         # A simulated GPU does not count the work of reading.
-        with self.asked(what), _reading(), _disable_current_modes():
+        with self.asked(what), reading(), _disable_current_modes():
             yield
 
     def _read_once(self, name: str, stream: Any) -> list[Any]:
@@ -643,7 +637,7 @@ class Task(BatchTask):
                 return super().epoch_order(rows, seed=seed, epoch=epoch)
             numbers = chosen if isinstance(chosen, Tensor | np.ndarray) else list(chosen)
         first = self._first_train_row
-        return _sampled(np.asarray(numbers), first, len(self.sets[TRAIN]), rows, seed=int(mixed[0]))
+        return sampled_rows(np.asarray(numbers), first, len(self.sets[TRAIN]), rows, seed=int(mixed[0]))
 
     def epoch_size(self, rows: Rows) -> int | None:
         """Returns the number of samples of every epoch; None: `sampler` decides."""
@@ -734,7 +728,7 @@ class Task(BatchTask):
         whole = type(self).draw is not Task.draw
         for batch in batches:
             share = slice(None) if whole else batch.share
-            rows, seeds = batch.rows.tolist()[share], _sample_seeds(batch.rows, batch.generator)[share]
+            rows, seeds = batch.rows.tolist()[share], sample_seeds(batch.rows, batch.generator)[share]
             portion = len(rows) if batch.generator is not None else _PORTION
             for start in range(0, len(rows), max(portion, 1)):
                 yield rows[start : start + portion], seeds[start : start + portion]
@@ -753,7 +747,7 @@ class Task(BatchTask):
         compute = self.validation_loss if validating else of_phase
         with self.asked(compute.__name__):
             terms = self._computed(compute, model, batch)
-        return _checked_terms(f"{type(self).__name__}.{compute.__name__}", terms)
+        return checked_terms(f"{type(self).__name__}.{compute.__name__}", terms)
 
     def outcome(self, model: nn.Module, rows: Rows, device: torch.device, dtype: torch.dtype) -> PartOutcome:
         """Computes losses, metrics and predictions of some samples, and brings them to the CPU.
@@ -829,7 +823,7 @@ class Task(BatchTask):
     def _checked_metrics(self, model: nn.Module, collated: Any) -> dict[str, tuple[float, float]]:
         with self.asked("metrics"):
             metrics = self._computed(self.metrics, model, collated)
-        return _metric_numbers(f"{type(self).__name__}.metrics", metrics)
+        return metric_numbers(f"{type(self).__name__}.metrics", metrics)
 
     def check_outputs(self, model: nn.Module, rows: Rows, device: torch.device, dtype: torch.dtype) -> None:
         """Checks metrics, predictions and measures of a few samples; raises DataError."""
@@ -847,7 +841,7 @@ class Task(BatchTask):
                 measured = task.measure(Samples(task, rows), predictions)
         except Exception:  # noqa: BLE001 - so few samples may have no measure: no positive one, say
             return
-        _measure_numbers(f"{type(self).__name__}.measure", measured)
+        measure_numbers(f"{type(self).__name__}.measure", measured)
 
     def judge(self, score: Any) -> Mapping[str, Any]:
         """Judges the trained model on the validation set and on each test set; baselines on the test sets."""
@@ -858,7 +852,7 @@ class Task(BatchTask):
             for name, rows in self.test_sets.items():
                 outcomes = score.parts(rows)
                 tests[name] = self.judge_rows(rows, outcomes, self)
-                self._classified[name] = self._classify(rows, outcomes) or _scored(outcomes)
+                self._classified[name] = self._classify(rows, outcomes) or scored(outcomes)
         whole = self._scores(self.validation_rows, [part for of_set in parts.values() for part in of_set])
         if len(validated) == 1:
             return {VALIDATION: whole, TEST: tests}
@@ -879,7 +873,7 @@ class Task(BatchTask):
         if labels is None:
             return None
         where, truth = f"{type(self).__name__}.labels", np.array([int(label) for label in labels])
-        numbers = [_numbers(each) for each in predictions]
+        numbers = [prediction_numbers(each) for each in predictions]
         count = len(numbers[0])
         if len(truth) != len(numbers) or {len(each) for each in numbers} != {count} or count == 1:
             raise DataError(f"{where} and predict do not match", value=f"{len(truth)} labels, {len(numbers)} "
@@ -923,7 +917,7 @@ class Task(BatchTask):
         if predictions:
             with self.asked("measure"):
                 measured = self.measure(Samples(self, rows), predictions)
-            scores |= _measure_numbers(f"{type(self).__name__}.measure", measured)
+            scores |= measure_numbers(f"{type(self).__name__}.measure", measured)
         return scores
 
     def validation_metrics(self, rows: Rows, score: Any) -> Mapping[str, float]:
@@ -986,7 +980,7 @@ class SampleBatch:
     ) -> None:
         self._task, self._rows, self._device, self._dtype = task, rows, device, dtype
         self._validating = generator is None
-        self._seeds = _sample_seeds(rows, generator)
+        self._seeds = sample_seeds(rows, generator)
         self._samples: dict[int, Any] = {}
         if task.stream is not None and len(rows) and rows.min() >= task._stream_row:
             task.stream.open((rows - task._stream_row).tolist())
@@ -1055,109 +1049,6 @@ def chained(sets: Sequence[Sequence[Any] | Iterable[Any]]) -> Sequence[Any] | It
     if any(map(is_stream, sets)):
         return chain.from_iterable(sets)
     return ConcatDataset[Any]([*sets])  # type: ignore[list-item, return-value] # any sequences will do
-
-
-def _sampled(numbers: NDArray[Any], first: int, size: int, rows: Rows, *, seed: int) -> Rows:
-    """Returns the rows that a sampler has chosen by numbers or weights of the `size` samples from row `first` on."""
-    rule = "Task.sampler did not return the numbers of training samples, nor a weight for each"
-    remedy = f"Return numbers from 0 to {size - 1}, or {size} weights that are not negative"
-    if np.issubdtype(numbers.dtype, np.floating):
-        if numbers.shape != (size,) or not np.isfinite(numbers).all() or (numbers < 0).any():
-            raise DataError(
-                rule, value=f"{numbers.size} numbers from {numbers.min():g} to {numbers.max():g}", remedy=remedy
-            )
-        weights = numbers[rows - first].astype(np.float64)
-        if not weights.sum():
-            raise DataError("Task.sampler returned a weight of 0 for each training sample", remedy=remedy)
-        drawn = np.random.default_rng(seed).choice(len(rows), size=len(rows), p=weights / weights.sum())
-        sampled: Rows = rows[drawn]
-        return sampled
-    if numbers.ndim != 1 or not np.issubdtype(numbers.dtype, np.integer) or not numbers.size:
-        raise DataError(rule, value=f"{numbers!r:.60}", remedy=remedy)
-    if numbers.min() < 0 or numbers.max() >= size:
-        raise DataError(rule, value=f"numbers from {numbers.min()} to {numbers.max()}", remedy=remedy)
-    ordered: Rows = (first + numbers).astype(np.int64)
-    ordered = ordered[np.isin(ordered, rows)]
-    if not len(ordered):
-        raise DataError("Task.sampler chose no training sample that is not kept for validation", remedy=remedy)
-    return ordered
-
-
-def _sample_seeds(rows: Rows, generator: torch.Generator | None) -> list[int]:
-    """Returns a seed for each sample of a logical batch: a part that is computed once more, or in other parts, draws
-    the same.
-    """
-    drawn = int(torch.randint(2**62, (), generator=generator)) if generator is not None else 0
-    return [drawn ^ int(row) for row in rows]
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seeds the global generators for the block, and restores those of the host after it."""
-    with _restored():
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
-        torch.manual_seed(seed)
-        yield
-
-
-@contextmanager
-def seeded_host(seed: int) -> Iterator[None]:
-    """Seeds the global generators of the host for the block, and restores them after it."""
-    with _restored():
-        _seed_host(seed)
-        yield
-
-
-def _seed_host(seed: int) -> None:
-    # Not torch.manual_seed: it seeds the GPU's generators too, which nobody restores, and takes a millisecond.
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
-
-
-def read_seeded(
-    rows: Sequence[int], seeds: Sequence[int], get: Callable[[int], Any], failed: Failed | None = None
-) -> list[Any]:
-    """Reads samples by their rows, each with its seed in the global generators; see `Task._read`."""
-    read = []
-    with _reading():
-        for row, seed in zip(rows, seeds, strict=True):
-            _seed_host(seed)
-            try:
-                read.append(get(row))
-            except Exception as error:
-                if failed is None:
-                    raise
-                read.append(failed(error))
-    return read
-
-
-@contextmanager
-def _reading() -> Iterator[None]:
-    """Opens a span in which samples are read: data sets that augment draw from the global generators, which are
-    restored after it.
-    """
-    # Sums of large tensors depend on the number of threads, and processes that read have one.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with _restored():
-            yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@contextmanager
-def _restored() -> Iterator[None]:
-    """Restores the generators of the host after the block."""
-    before = random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state()  # noqa: NPY002
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])  # noqa: NPY002
-        torch.set_rng_state(before[2])
 
 
 def make_task(
@@ -1249,6 +1140,7 @@ _SETS_REMEDY: Final = "Return {'train': samples}, and 'validation' and 'test' if
 
 
 def _check_sets(task: str, sets: Mapping[str, Any]) -> None:
+    """Raises DataError where sets lack training samples, or a set can neither be indexed nor iterated again."""
     if TRAIN not in sets:
         raise DataError(f"{task}.datasets returned no set with the name 'train'", value=f"{list(sets)}",
                         remedy=_SETS_REMEDY)  # fmt: skip
@@ -1266,64 +1158,6 @@ def _check_sets(task: str, sets: Mapping[str, Any]) -> None:
         if not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
             raise DataError(f"{task}.datasets returned a {type(samples).__name__} under the name {name!r}",
                             remedy="Make a list of it, or an object with __iter__")  # fmt: skip
-
-
-def _checked_terms(where: str, terms: Any) -> dict[str, tuple[Tensor, float | Tensor]]:
-    remedy = "Return {'loss': (losses.sum(), len(losses))}"
-    if not isinstance(terms, Mapping) or not terms:
-        raise DataError(f"{where} did not return {{term: (sum, denominator)}}", value=_shown(terms), remedy=remedy)
-    checked = {}
-    for term, pair in terms.items():
-        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Tensor) or pair[0].ndim:
-            raise DataError(f"{where} did not return a scalar tensor and a number for each term",
-                            value=f"{term!r} is {_shown(pair)}", remedy=remedy)  # fmt: skip
-        total, denominator = pair
-        # A number that the device counted stays there: reading it would make the host wait for each micro-batch.
-        stays = isinstance(denominator, Tensor) and denominator.device == total.device and not denominator.ndim
-        checked[str(term)] = (total, denominator.detach() if stays else float(denominator))
-    return checked
-
-
-def _metric_numbers(where: str, metrics: Any) -> dict[str, tuple[float, float]]:
-    rule = f"{where} did not return {{name: (sum, denominator)}}"
-    remedy = "Return {'accuracy': (correct.sum(), len(correct))}, or {} without metrics"
-    if not isinstance(metrics, Mapping):
-        raise DataError(rule, value=type(metrics).__name__, remedy=remedy)
-    numbers = {}
-    for name, pair in metrics.items():
-        total, count = map(_as_number, pair) if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
-        if total is None or count is None:
-            raise DataError(rule, value=f"{name!r} is {_shown(pair)}", remedy=remedy)
-        numbers[str(name)] = (total, count)
-    return numbers
-
-
-def _measure_numbers(where: str, measures: Any) -> dict[str, float]:
-    rule, remedy = f"{where} did not return {{name: number}}", "Return {'f1': 0.5}, or {} without measures"
-    if not isinstance(measures, Mapping):
-        raise DataError(rule, value=type(measures).__name__, remedy=remedy)
-    numbers = {}
-    for name, value in measures.items():
-        if (number := _as_number(value)) is None:
-            raise DataError(rule, value=f"{name!r} is {_shown(value)}", remedy=remedy)
-        numbers[str(name)] = number
-    return numbers
-
-
-def _as_number(value: Any) -> float | None:
-    """Converts a number of Python, numpy or torch; None: it is none."""
-    try:
-        return None if isinstance(value, str | bytes) else float(value.detach() if isinstance(value, Tensor) else value)
-    except (TypeError, ValueError, RuntimeError):
-        return None
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, tuple):
-        return f"({', '.join(_shown(part) for part in value)})"
-    return f"{value!r:.60}"
 
 
 def _table(counted: Sequence[Mapping[Feature, float]], features: Sequence[Feature]) -> NDArray[np.float64]:
@@ -1350,30 +1184,6 @@ def _lengths(sample: Any) -> dict[str | Feature, float]:
 def _loss_name(term: str) -> str:
     """Names a loss term among the metrics."""
     return term if term == "loss" else f"{term} loss"
-
-
-def _numbers(prediction: Any) -> NDArray[np.float64]:
-    # NumPy has no bfloat16.
-    return np.ravel(np.asarray(prediction.double() if isinstance(prediction, Tensor) else prediction, np.float64))
-
-
-def _scored(parts: Sequence[PartOutcome]) -> Predictions | None:
-    """Scores samples without classes: by their predictions where these are single numbers, by the largest share where
-    these are shares that add up to 1; None where they are neither.
-    """
-    predictions = [value for part in parts for value in part.predictions or ()]
-    try:
-        sizes = {each.numel() if isinstance(each, Tensor) else np.size(each) for each in predictions}
-        if len(sizes) != 1 or not 0 < min(sizes) <= _MOST_SHARES or isinstance(predictions[0], str | bytes):
-            return None
-        numbers = np.stack([_numbers(each) for each in predictions])
-    except (TypeError, ValueError):
-        return None
-    are_shares = (numbers >= 0).all() and np.allclose(numbers.sum(1), 1, atol=_SHARES_ATOL)
-    if not np.isfinite(numbers).all() or (numbers.shape[1] > 1 and not are_shares):
-        return None
-    return Predictions(score=numbers.max(1), positive=np.empty(0, bool), flagged=np.empty(0, bool), time_s=np.empty(0),
-                       score_name="prediction" if numbers.shape[1] == 1 else "probability")  # fmt: skip
 
 
 def tables(judgement: Mapping[str, Any]) -> Sequence[TextTable]:

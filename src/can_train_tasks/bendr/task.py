@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from can_train.errors import ConfigError, DataError
-from can_train.training.sample_task import Losses, Task
+from can_train.training.sample_task import Task
+from can_train.training.task_values import Losses
 from can_train_tasks.bendr import class_metrics
 from can_train_tasks.bendr.network import BendrNetwork
 from can_train_tasks.bendr.recording_windows import PlacedWindow, Windows, classes_of, cut, every_window

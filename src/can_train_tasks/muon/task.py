@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from can_train.errors import DataError
 from can_train.io.records import sketch
 from can_train.task import Feature, Phase
-from can_train.training.sample_task import TEST, TRAIN, VALIDATION, Losses, Task, TaskContext
+from can_train.training.sample_task import Task, TaskContext
+from can_train.training.task_values import TEST, TRAIN, VALIDATION, Losses
 from can_train_tasks.muon.event_table import UNITS, Events, EventTable, Moments, as_moments, conditions_of, in_units
 from can_train_tasks.muon.point_sets import (
     Drawn,

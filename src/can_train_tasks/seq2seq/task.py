@@ -17,7 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from can_train.errors import ConfigError
 from can_train.task import Feature
-from can_train.training.sample_task import TEST, TRAIN, VALIDATION, Losses, Task
+from can_train.training.sample_task import Task
+from can_train.training.task_values import TEST, TRAIN, VALIDATION, Losses
 from can_train_tasks.seq2seq import pair_tables
 from can_train_tasks.seq2seq.encoder_decoders import AttentiveLstm, Seq2seqModel, Transformer, write
 from can_train_tasks.seq2seq.pair_tables import END, PAD, START, Pair, Symbols, Tables, Vocabulary

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from can_train.errors import DataError, StateError
 from can_train.io.records import write_bytes_atomic
 from can_train.task import Feature
-from can_train.training.sample_task import TEST, TRAIN, VALIDATION, Losses, Task
+from can_train.training.sample_task import Task
+from can_train.training.task_values import TEST, TRAIN, VALIDATION, Losses
 from can_train_tasks.tracknet import clips as reading
 from can_train_tasks.tracknet.clips import ABSENT, EASY, HARD, OCCLUDED, Clip, Floats, FrameReader
 from can_train_tasks.tracknet.preview import BallPreview, open_sheet

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from can_train.fit import optimizer
-from can_train.fit.optimizer import (
+from can_train.fit import random_state
+from can_train.fit.random_state import (
     Generators,
     Snapshot,
     capture_generators,
@@ -220,13 +220,13 @@ def test_the_words_that_are_compared_tell_any_two_states_of_a_generator_apart() 
         for _ in range(draws):
             random.getrandbits(32)
             np.random.bytes(4)  # noqa: NPY002
-        python.add(optimizer._python_words())
-        numpy.add(optimizer._numpy_words())
+        python.add(random_state._python_words())
+        numpy.add(random_state._numpy_words())
     for seed in range(1, 300):
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002
-        python.add(optimizer._python_words())
-        numpy.add(optimizer._numpy_words())
+        python.add(random_state._python_words())
+        numpy.add(random_state._numpy_words())
     assert len(python) == len(numpy) == 9 + 299
     assert all(words for words, _ in python)
     assert all(numpy)
@@ -238,5 +238,5 @@ def test_modules_and_parameters_come_in_pytorchs_order_each_once() -> None:
     model.add_module("empty", None)
     model[2].weight = shared.weight
     model.register_parameter("none", None)
-    assert optimizer.modules_of(model) == list(model.modules())
-    assert list(map(id, optimizer.parameters_of(model))) == list(map(id, model.parameters()))
+    assert random_state.modules_of(model) == list(model.modules())
+    assert list(map(id, random_state.parameters_of(model))) == list(map(id, model.parameters()))

@@ -1,0 +1,81 @@
+"""Number formats of a run, and the order of the numbers of images in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from can_train.errors import ConfigError, first_sentence
+
+if TYPE_CHECKING:
+    from can_train.config.settings import TrainingSettings
+
+_AUTOCAST: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_IMAGE_DIMS: Final = 4  # Samples, channels, height and width; a convolution's weights have as many
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Number formats of a run: of weights and inputs, and of matrix products where precision is mixed."""
+
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+
+    @classmethod
+    def named(cls, name: str) -> Precision:
+        """Returns the precision that `training.precision` names."""
+        return cls(dtype=torch.float64 if name == "fp64" else torch.float32, autocast=_AUTOCAST.get(name))
+
+    def context(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Opens the span of a forward pass."""
+        return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)
+
+
+@contextmanager
+def tf32(training: TrainingSettings, device: torch.device) -> Iterator[None]:
+    """Lets products of single precision run in TF32 on a GPU in the block, if `training.tf32` is on.
+
+    Raises:
+        ConfigError: Other code has set the precision of products by PyTorch's newer names for it.
+    """
+    if not training.tf32 or device.type != "cuda":
+        yield
+        return
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    try:
+        before = products.allow_tf32, convolutions.allow_tf32
+    except RuntimeError as error:
+        raise ConfigError("training.tf32 cannot be combined with fp32_precision of torch.backends, which is set",
+                          value=first_sentence(error), remedy="Leave out --tf32") from error  # fmt: skip
+    products.allow_tf32 = convolutions.allow_tf32 = True
+    try:
+        yield
+    finally:
+        products.allow_tf32, convolutions.allow_tf32 = before
+
+
+def use_channels_last(model: nn.Module) -> nn.Module:
+    """Lays the weights of a model's convolutions out with the channels last, and from now on the images that it is
+    called with; returns the model.
+    """
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.register_forward_pre_hook(_with_channels_last, with_kwargs=True, prepend=True)
+    return model
+
+
+def has_images(model: nn.Module) -> bool:
+    """Tells whether `use_channels_last` changes anything of a model's weights."""
+    return any(parameter.dim() == _IMAGE_DIMS for parameter in model.parameters())
+
+
+def _with_channels_last(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    def convert(given: Tensor) -> Tensor:
+        return given.contiguous(memory_format=torch.channels_last) if given.dim() == _IMAGE_DIMS else given
+
+    return tree_map_only(Tensor, convert, (args, kwargs))

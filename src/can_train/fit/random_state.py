@@ -1,0 +1,200 @@
+"""Random generators and buffers of a model: their states are read before a micro-batch, and restored bit by bit for
+another try of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import struct
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_MT19937_BYTES: Final = 4 * (624 + 1)  # 624 words of state, and the position in them
+_COMPARED_BYTES: Final = 4 * (16 + 1)  # The position and the 16 words next to it: they differ wherever two states do
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python's, numpy's and torch's global generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - third parties draw from the global generator
+    torch.manual_seed(seed)
+
+
+def seed_rank(*, seed: int, rank: int, step: int) -> None:
+    """Seeds the global generators of a rank so that each rank drops other units; rank 0's are left as they are."""
+    # By the steps done so far as well: a rank that joins later must not repeat earlier draws.
+    if rank:
+        seed_everything(int(np.random.SeedSequence([seed, rank, step]).generate_state(1, np.uint32)[0]))
+
+
+def capture_generators() -> dict[str, Any]:
+    """Returns the state of every global generator in types that `torch.load(weights_only=True)` accepts."""
+    version, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
+    return {
+        "python": random.getstate(),
+        "numpy": (str(version), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_generators(state: dict[str, Any]) -> None:
+    """Restores states of `capture_generators`; GPU generators only where there are as many GPUs."""
+    version, internal, gauss = state["python"]
+    # A checkpoint may have made lists of the tuples that Python's generator insists on.
+    random.setstate((version, tuple(internal), gauss))
+    version, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((version, keys.numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def step_generator(
+    *, seed: int, step: int, update: int = 0, before: bool = False, noise: bool = False
+) -> torch.Generator:
+    """Returns the generator of a step's randomness that samples share, in one of its optimizer updates, of the work
+    that a task does `before` the step, or of an update's gradient `noise`: pure functions of these numbers, and draws
+    from one generator change nothing in another.
+    """
+    key = (1,) if before else (3, update) if noise else (2, update) if update else ()
+    sequence = np.random.SeedSequence([seed, step], spawn_key=key)
+    mixed = sequence.generate_state(2, np.uint32)
+    return torch.Generator().manual_seed(int(mixed[0]) << 32 | int(mixed[1]))
+
+
+class Generators:
+    """The generators of the host and of a device, as they are now; `since` is an earlier reading, whose states are
+    shared where they have not changed.
+    """
+
+    # Read for every micro-batch: `capture_generators` converts to types that can be saved, which takes longer.
+
+    def __init__(self, device: torch.device, *, since: Generators | None = None) -> None:
+        self._device = device
+        # Reading a whole state takes longer than all the rest: an earlier one is shared where no word has changed.
+        self._python_words = _python_words()
+        is_same = since is not None and self._python_words[0] and self._python_words == since._python_words
+        self._python: Any = since._python if since is not None and is_same else random.getstate()
+        self._numpy_words = _numpy_words()
+        # No word changes when a second normal number is used that was drawn with an earlier one, where the state holds
+        # such a number.
+        if since is not None and self._numpy_words and self._numpy_words == since._numpy_words and not since._numpy[3]:
+            self._numpy: Any = since._numpy
+        else:
+            self._numpy = np.random.get_state(legacy=True)  # noqa: NPY002 - models may draw from the global generator
+        self._host = torch.default_generator.get_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Restores them, bit by bit."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+        torch.set_rng_state(self._host)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+class Snapshot:
+    """The generators of the host and of a device, and a model's buffers, as they are now; `since` is an earlier one of
+    the same model, which shares everything that has not changed.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, *, since: Snapshot | None = None) -> None:
+        earlier = None if since is None else since._generators
+        self._generators: Generators = Generators(device, since=earlier)
+        self._modules: list[nn.Module] = modules_of(model) if since is None else since._modules
+        # A module may replace a buffer rather than write into it, so module and name are kept beside the tensor. A
+        # buffer that is None may be made in the first pass.
+        self._buffers = [
+            (module, name, buffer, None if buffer is None else buffer.clone())
+            for module in self._modules
+            for name, buffer in module._buffers.items()
+        ]
+
+    @property
+    def copies(self) -> list[Tensor]:
+        """Copies of the buffers, which take memory on the model's device."""
+        return [value for *_, value in self._buffers if value is not None]
+
+    def release(self) -> None:
+        """Frees the copies of the buffers; the rest is for `since`."""
+        self._buffers.clear()
+
+    def restore(self) -> None:
+        """Restores everything, bit by bit."""
+        self._generators.restore()
+        with torch.no_grad():
+            for module, name, buffer, value in self._buffers:
+                module._buffers[name] = None if buffer is None or value is None else buffer.copy_(value)
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules of a model in the order of `model.modules()`, which takes ten times as long."""
+    modules: dict[int, nn.Module] = {}
+
+    def visit(module: nn.Module) -> None:
+        if id(module) not in modules:
+            modules[id(module)] = module
+            for child in module._modules.values():
+                if child is not None:
+                    visit(child)
+
+    visit(model)
+    return list(modules.values())
+
+
+def parameters_of(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters of a model in the order of `model.parameters()`, as quickly."""
+    parameters = [parameter for module in modules_of(model) for parameter in module._parameters.values()]
+    return list({id(parameter): parameter for parameter in parameters if parameter is not None}.values())
+
+
+def _python_words() -> tuple[bytes, float | None]:
+    """Returns words of Python's global generator that change with every number that is drawn, and its second normal
+    number; no words where they cannot be read from memory.
+    """
+    generator: Any = random._inst  # The generator behind the module's functions
+    return _python_memory(generator).tobytes(), generator.gauss_next
+
+
+# A view is read several times faster than `ctypes.string_at`, whose code has left the processor's caches by each step.
+@lru_cache(maxsize=1)
+def _python_memory(generator: Any) -> memoryview:
+    """Returns the memory of a generator's position and of the words behind it, as long as it lives; none where Python
+    keeps them elsewhere.
+    """
+    offset, kind = object.__basicsize__, type(generator)
+    if kind is not random.Random or kind.__basicsize__ < offset + _MT19937_BYTES:
+        return memoryview(b"")
+    known = random.Random(1)
+    *words, position = known.getstate()[1]
+    in_memory = ctypes.string_at(id(known) + offset, _MT19937_BYTES)
+    if in_memory != struct.pack("=625I", position, *words):
+        return memoryview(b"")
+    return _memory_at(id(generator) + offset)[:_COMPARED_BYTES]
+
+
+def _numpy_words() -> bytes:
+    """Returns words of numpy's global generator that change with every number that is drawn; empty for a generator
+    other than numpy's own.
+    """
+    return _numpy_memory(np.random.mtrand.get_bit_generator()).tobytes()
+
+
+@lru_cache(maxsize=1)
+def _numpy_memory(generator: Any) -> memoryview:
+    if not isinstance(generator, np.random.MT19937):
+        return memoryview(b"")
+    # The position is behind the words.
+    return _memory_at(int(generator.ctypes.state_address))[-_COMPARED_BYTES:]
+
+
+def _memory_at(address: int) -> memoryview:
+    """Returns the memory of a Mersenne Twister at an address."""
+    return memoryview((ctypes.c_char * _MT19937_BYTES).from_address(address)).cast("B")

@@ -1,0 +1,152 @@
+"""Values that the methods of a task return: losses, metrics, the choice of a sampler, predictions. Each is checked, and
+an error names the method and the value.
+
+Shapes: R samples of a call.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from can_train.errors import DataError
+from can_train.task import Predictions
+
+Rows = NDArray[np.int64]
+
+TRAIN: Final = "train"
+VALIDATION: Final = "validation"
+TEST: Final = "test"
+_MOST_SHARES: Final = 10_000  # Of a prediction that is read as shares
+_SHARES_ATOL: Final = 1e-2  # By which shares miss a sum of 1 in half precision
+
+Losses = Mapping[str, tuple[Tensor, float | Tensor]]
+"""Sum and denominator of each loss term."""
+
+
+@dataclass(frozen=True)
+class PartOutcome:
+    """Sums and predictions of a model for a part of a set.
+
+    Attributes:
+        metrics: Sum and denominator of each metric, which add up over parts.
+        predictions: One for each sample, on the CPU; None where the task predicts nothing.
+    """
+
+    metrics: Mapping[str, tuple[float, float]]
+    predictions: Sequence[Any] | None
+
+
+def sampled_rows(numbers: NDArray[Any], first: int, size: int, rows: Rows, *, seed: int) -> Rows:
+    """Returns the rows that a sampler has chosen by numbers or weights of the `size` samples from row `first` on."""
+    rule = "Task.sampler did not return the numbers of training samples, nor a weight for each"
+    remedy = f"Return numbers from 0 to {size - 1}, or {size} weights that are not negative"
+    if np.issubdtype(numbers.dtype, np.floating):
+        if numbers.shape != (size,) or not np.isfinite(numbers).all() or (numbers < 0).any():
+            raise DataError(
+                rule, value=f"{numbers.size} numbers from {numbers.min():g} to {numbers.max():g}", remedy=remedy
+            )
+        weights = numbers[rows - first].astype(np.float64)
+        if not weights.sum():
+            raise DataError("Task.sampler returned a weight of 0 for each training sample", remedy=remedy)
+        drawn = np.random.default_rng(seed).choice(len(rows), size=len(rows), p=weights / weights.sum())
+        sampled: Rows = rows[drawn]
+        return sampled
+    if numbers.ndim != 1 or not np.issubdtype(numbers.dtype, np.integer) or not numbers.size:
+        raise DataError(rule, value=f"{numbers!r:.60}", remedy=remedy)
+    if numbers.min() < 0 or numbers.max() >= size:
+        raise DataError(rule, value=f"numbers from {numbers.min()} to {numbers.max()}", remedy=remedy)
+    ordered: Rows = (first + numbers).astype(np.int64)
+    ordered = ordered[np.isin(ordered, rows)]
+    if not len(ordered):
+        raise DataError("Task.sampler chose no training sample that is not kept for validation", remedy=remedy)
+    return ordered
+
+
+def checked_terms(where: str, terms: Any) -> dict[str, tuple[Tensor, float | Tensor]]:
+    """Returns the loss terms that the method `where` returned; raises DataError where they are none."""
+    remedy = "Return {'loss': (losses.sum(), len(losses))}"
+    if not isinstance(terms, Mapping) or not terms:
+        raise DataError(f"{where} did not return {{term: (sum, denominator)}}", value=_shown(terms), remedy=remedy)
+    checked = {}
+    for term, pair in terms.items():
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Tensor) or pair[0].ndim:
+            raise DataError(f"{where} did not return a scalar tensor and a number for each term",
+                            value=f"{term!r} is {_shown(pair)}", remedy=remedy)  # fmt: skip
+        total, denominator = pair
+        # A number that the device counted stays there: reading it would make the host wait for each micro-batch.
+        stays = isinstance(denominator, Tensor) and denominator.device == total.device and not denominator.ndim
+        checked[str(term)] = (total, denominator.detach() if stays else float(denominator))
+    return checked
+
+
+def metric_numbers(where: str, metrics: Any) -> dict[str, tuple[float, float]]:
+    """Returns sum and denominator of each metric as numbers; raises DataError where they are none."""
+    rule = f"{where} did not return {{name: (sum, denominator)}}"
+    remedy = "Return {'accuracy': (correct.sum(), len(correct))}, or {} without metrics"
+    if not isinstance(metrics, Mapping):
+        raise DataError(rule, value=type(metrics).__name__, remedy=remedy)
+    numbers = {}
+    for name, pair in metrics.items():
+        total, count = map(_as_number, pair) if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
+        if total is None or count is None:
+            raise DataError(rule, value=f"{name!r} is {_shown(pair)}", remedy=remedy)
+        numbers[str(name)] = (total, count)
+    return numbers
+
+
+def measure_numbers(where: str, measures: Any) -> dict[str, float]:
+    """Returns the measures that the method `where` returned as numbers; raises DataError where they are none."""
+    rule, remedy = f"{where} did not return {{name: number}}", "Return {'f1': 0.5}, or {} without measures"
+    if not isinstance(measures, Mapping):
+        raise DataError(rule, value=type(measures).__name__, remedy=remedy)
+    numbers = {}
+    for name, value in measures.items():
+        if (number := _as_number(value)) is None:
+            raise DataError(rule, value=f"{name!r} is {_shown(value)}", remedy=remedy)
+        numbers[str(name)] = number
+    return numbers
+
+
+def _as_number(value: Any) -> float | None:
+    """Converts a number of Python, numpy or torch; None: it is none."""
+    try:
+        return None if isinstance(value, str | bytes) else float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(_shown(part) for part in value)})"
+    return f"{value!r:.60}"
+
+
+def prediction_numbers(prediction: Any) -> NDArray[np.float64]:
+    """Returns the numbers of a prediction in a row."""
+    # NumPy has no bfloat16.
+    return np.ravel(np.asarray(prediction.double() if isinstance(prediction, Tensor) else prediction, np.float64))
+
+
+def scored(parts: Sequence[PartOutcome]) -> Predictions | None:
+    """Scores samples without classes: by their predictions where these are single numbers, by the largest share where
+    these are shares that add up to 1; None where they are neither.
+    """
+    predictions = [value for part in parts for value in part.predictions or ()]
+    try:
+        sizes = {each.numel() if isinstance(each, Tensor) else np.size(each) for each in predictions}
+        if len(sizes) != 1 or not 0 < min(sizes) <= _MOST_SHARES or isinstance(predictions[0], str | bytes):
+            return None
+        numbers = np.stack([prediction_numbers(each) for each in predictions])
+    except (TypeError, ValueError):
+        return None
+    are_shares = (numbers >= 0).all() and np.allclose(numbers.sum(1), 1, atol=_SHARES_ATOL)
+    if not np.isfinite(numbers).all() or (numbers.shape[1] > 1 and not are_shares):
+        return None
+    return Predictions(score=numbers.max(1), positive=np.empty(0, bool), flagged=np.empty(0, bool), time_s=np.empty(0),
+                       score_name="prediction" if numbers.shape[1] == 1 else "probability")  # fmt: skip
