@@ -7,6 +7,7 @@ Shapes: R samples, F features, T steps, H hidden, C classes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -656,6 +657,124 @@ def test_parameters_outside_the_model_have_their_gradient_once(fails_at: int) ->
         return torch.cat([gradient(model), gradient(head), temperature.grad.flatten()])
 
     assert relative_error(gradients((9, 4), fails_at), gradients((SAMPLES,))) <= EXACT
+
+
+@pytest.mark.parametrize("compares", [True, False])
+@pytest.mark.parametrize("fails_at", [0, 12, 20, 26, 32])
+def test_a_latent_code_of_each_step_has_its_gradient_once(fails_at: int, compares: bool) -> None:
+    """A batch of one part, and two that are split, each with a code of its own that the model does not hold."""
+
+    def gradients(sizes: Sequence[Sequence[int]], fails_at: int = 0) -> Tensor:
+        torch.manual_seed(0)
+        model, codes = mlp().double(), [nn.Parameter(torch.ones(FEATURES, dtype=torch.float64)) for _ in sizes]
+        batcher = MicroBatcher(model)
+        batcher.batch_dependence = None if compares else UNKNOWN
+        with FullAt(fails_at):
+            for code, of_batch in zip(codes, sizes, strict=True):
+                costs, batcher.rules = cut_at(of_batch)
+                batcher.run(lambda start, stop, code=code: over_x(lambda x: model(x + code), start, stop), costs)
+        return torch.cat([gradient(model), *(code.grad for code in codes if code.grad is not None)])
+
+    whole = gradients([(SAMPLES,)] * 3)
+    assert relative_error(gradients([(SAMPLES,), (9, 4), (9, 4)], fails_at), whole) <= EXACT
+
+
+def with_codes(trains: Sequence[Callable[[int], bool]], sizes: Sequence[int], *fails_at: int) -> tuple[Tensor, int]:
+    """The gradient of some batches that are cut into parts of these sizes, and how often memory ran out; `trains` tells
+    for each batch whether the part that begins at a sample trains a code that the model does not hold.
+    """
+    torch.manual_seed(0)
+    # At the output, so that its gradient is there first.
+    model, code = mlp().double(), nn.Parameter(torch.zeros(CLASSES, dtype=torch.float64))
+    costs, rules = cut_at(sizes)
+    batcher, ooms = MicroBatcher(model, rules=rules), 0
+    batcher.batch_dependence = UNKNOWN
+    with ExitStack() as failures:
+        for place in fails_at:
+            failures.enter_context(FullAt(place))
+        for is_trained in trains:
+
+            def losses_of(start: int, stop: int, is_trained: Callable[[int], bool] = is_trained) -> Losses:
+                shift = code if is_trained(start) else code.detach()
+                return over_x(lambda x: model(x) + shift, start, stop)  # type: ignore[arg-type]
+
+            ooms += batcher.run(losses_of, costs).ooms_rescued
+    return torch.cat([gradient(model), torch.zeros(CLASSES) if code.grad is None else code.grad]), ooms
+
+
+NEVER, ALWAYS, LATER = lambda start: False, lambda start: True, lambda start: start >= SIZES[0]
+
+
+@pytest.mark.parametrize(
+    ("trains", "sizes"),
+    [
+        ([ALWAYS, ALWAYS], (SAMPLES,)),
+        ([NEVER, ALWAYS], (SAMPLES,)),
+        ([LATER], SIZES),
+        ([LATER, LATER], SIZES),
+        ([NEVER, ALWAYS], SIZES),
+    ],
+    ids=[
+        "in two unsplit batches",
+        "in an unsplit batch",
+        "in later parts",
+        "in later parts twice",
+        "from the second batch on",
+    ],
+)
+def test_a_code_that_only_some_parts_train_has_its_gradient_once(
+    trains: Sequence[Callable[[int], bool]], sizes: Sequence[int]
+) -> None:
+    expected, _ = with_codes(trains, sizes)
+    places, found = iter(range(1, 1000, 3)), 1
+    while found:
+        computed, found = with_codes(trains, sizes, next(places))
+        assert relative_error(computed, expected) <= EXACT
+
+
+@pytest.mark.parametrize("apart", [12, 20])
+def test_a_code_that_is_new_in_a_part_that_fails_twice_has_its_gradient_once(apart: int) -> None:
+    expected, _ = with_codes([NEVER, LATER], SIZES)
+    places, found = iter(range(1, 1000, 5)), 2
+    while found:
+        first = next(places)
+        computed, found = with_codes([NEVER, LATER], SIZES, first, first + apart)
+        assert relative_error(computed, expected) <= EXACT
+
+
+def test_leaves_of_earlier_batches_are_not_looked_after() -> None:
+    model, codes = mlp().double(), [nn.Parameter(torch.zeros(FEATURES, dtype=torch.float64)) for _ in range(5)]
+    batcher = MicroBatcher(model, limits=5)
+    for code in codes:
+        batcher.run(lambda start, stop, code=code: over_x(lambda x: model(x + code), start, stop), SAMPLES)
+    assert [leaf() for leaf in batcher._outside] == [codes[-1]]
+
+
+def test_the_comparison_leaves_gradients_of_inputs_as_they_were() -> None:
+    model, inputs = mlp().double(), X.clone().requires_grad_()
+    inputs.grad = torch.full_like(X, 2.0)
+    measured = MicroBatcher(model).measure_dependence(
+        lambda start, stop: over_x(lambda x: model(inputs[start:stop]), start, stop), SIZES
+    )
+    assert measured.measured
+    assert inputs.grad.eq(2.0).all()
+
+
+def test_a_hook_that_is_registered_later_is_refused_before_it_steps() -> None:
+    model, calls = mlp(), []
+    batcher = MicroBatcher(model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(calls.append)
+    with pytest.raises(ArgumentError, match=r"would run in each micro-batch.*a hook of 0.weight"):
+        batcher.run(partial(over_x, model), SAMPLES)
+    assert not calls
+
+
+def test_an_evaluation_keeps_no_graph() -> None:
+    model = mlp().double()
+    computed = MicroBatcher(model, limits=4).evaluate(lambda start, stop: model(X[start:stop]), SAMPLES)
+    assert len(computed) > 1
+    assert not any(part.requires_grad for part in computed)
 
 
 @pytest.mark.parametrize("total", [0.0, torch.ones(3, requires_grad=True)], ids=["a float", "three numbers"])

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from can_train.adapters.part_values import ATTRIBUTE, Combination, Kinds, Part, SplitRefusedError, whole_and_parts
-from can_train.adapters.step_state import Attributes, StepState, add_to_gradients, versions_of
+from can_train.adapters.step_state import Attributes, StepState, versions_of
 from can_train.config.resolved import state_folder
 from can_train.config.settings import FactorSettings
 from can_train.errors import CanTrainError, DataError, DoesNotFitError, StateError
@@ -46,6 +46,7 @@ from can_train.fit.optimizer_memory import OptimizerMemory, OptimizerReserve
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of, cut
 from can_train.fit.peak_prediction import PeakPrediction
 from can_train.fit.random_state import Snapshot
+from can_train.fit.rescue import add_to_gradients
 from can_train.fit.search import SizeSearch
 from can_train.io.units import size_text
 from can_train.memory.allocator_settings import allocator_settings

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from can_train.adapters.part_values import ROW, Combination, Kinds, Part, SplitRefusedError, whole_and_parts
-from can_train.adapters.step_state import add_to_gradients, replaced, replaced_method
+from can_train.adapters.step_state import replaced, replaced_method
 from can_train.errors import CanTrainError, DoesNotFitError
-from can_train.fit.rescue import fatal_out_of_memory
+from can_train.fit.rescue import add_to_gradients, fatal_out_of_memory
 
 if TYPE_CHECKING:
     from can_train.adapters.framework_loop import FrameworkLoop

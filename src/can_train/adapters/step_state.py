@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from can_train.fit.collate import leaves
 from can_train.fit.random_state import Generators
-from can_train.fit.rescue import add_to_earlier
+from can_train.fit.rescue import add_to_gradients
 
 # Parts of a module that are restored by other means than its attributes, or that no step changes.
 _MODULE_PARTS: Final = frozenset(vars(nn.Module())) - {"training"}
@@ -399,15 +399,6 @@ def _kept_of(owner: Any, values: Mapping[str, Any]) -> frozenset[str]:
     kept = _METRIC_PARTS if "_reductions" in values else _MODULE_PARTS
     # Lightning's collection of logged values is a dict with attributes, and refers to the batch.
     return kept | {"batch"} if isinstance(owner, dict) else kept
-
-
-def add_to_gradients(earlier: Sequence[tuple[nn.Parameter, Tensor | None]]) -> None:
-    """Adds the gradients of parameters to earlier ones, in place, as autograd accumulates."""
-    for parameter, gradient, more in add_to_earlier(earlier):
-        if gradient.layout == more.layout and gradient.dtype == more.dtype:
-            gradient.add_(more)
-        else:
-            parameter.grad = gradient + more
 
 
 def _is_number(value: Any) -> bool:

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from can_train.errors import DataError
-from can_train.fit.random_state import Snapshot
+from can_train.fit.random_state import Snapshot, leaves_of
 from can_train.memory.cuda_operators import composite, register
 
 if TYPE_CHECKING:
@@ -483,12 +483,14 @@ def _pass(
 
 def _gradient(loss: Tensor, parameters: list[nn.Parameter], *, retain_graph: bool) -> list[Tensor | None]:
     """Computes gradients as `autograd.grad` does, which reentrant checkpoints silently give none."""
-    earlier = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
+    # A loss may train more than the model.
+    leaves = {id(leaf): leaf for leaf in (*parameters, *leaves_of(loss))}.values()
+    earlier = [(leaf, leaf.grad) for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
     try:
         loss.backward(retain_graph=retain_graph)
         return [parameter.grad for parameter in parameters]
     finally:
-        for parameter, gradient in zip(parameters, earlier, strict=True):
-            parameter.grad = gradient
+        for leaf, gradient in earlier:
+            leaf.grad = gradient

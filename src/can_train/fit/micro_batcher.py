@@ -26,8 +26,8 @@ from can_train.fit.cost_model import DeviceLimits
 from can_train.fit.offloaded_state import OffloadedState, keep_states, refusal_of
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of
 from can_train.fit.peak_prediction import PeakPrediction
-from can_train.fit.random_state import parameters_of
-from can_train.fit.rescue import Backoff, Ladder, RepeatedError, Rescue, RescueSettings, Try, Undo, leaves_of
+from can_train.fit.random_state import leaves_of, parameters_of
+from can_train.fit.rescue import Backoff, Ladder, RepeatedError, Rescue, RescueSettings, Try, Undo
 from can_train.fit.rungs import NOT_REPEATABLE, Rung, computed_on, is_not_repeatable, rungs_of
 from can_train.fit.search import SizeSearch
 from can_train.memory.catalogue import predicted_room
@@ -376,6 +376,7 @@ class MicroBatcher:
         # Tensors beside the model's parameters that a backward pass gave gradients to, and the losses looked through.
         self._outside: list[weakref.ref[Tensor]] = []
         self._looked_through: set[tuple[str, ...]] = set()
+        self._trains_outside = False  # Whether there ever was such a tensor
         self.batch_dependence: BatchDependence | None = None
         self.compiled: CompiledModel | None = None
         self.other: MicroBatcher | None = None
@@ -436,6 +437,9 @@ class MicroBatcher:
                 before it.
         """
         costs, self._had_gradient = self._whole_batch(batch), False
+        # Hooks may be registered after the batcher was made.
+        if (refusal := _hooked_because(self._model)) is not None:
+            raise refusal
         result = self.run_share(losses_of, costs, denominators=denominators, weights=weights, scale=scale)
         check_denominators(result, denominators, size=len(costs))
         if not self._had_gradient and any(result.denominators.values()):
@@ -466,9 +470,6 @@ class MicroBatcher:
         fitted; where there is room, the whole batch. Where memory runs out, half as many are tried.
         """
         half = torch.is_autocast_enabled(self._meter.device.type)
-        aside = [(leaf, leaf.grad) for reference in self._outside if (leaf := reference()) is not None]
-        for leaf, _ in aside:
-            leaf.grad = None
         samples, retries = max(micro_batches), self._meter.retries()
         tried = [
             *([sum(micro_batches)] if has_room else []),
@@ -486,8 +487,6 @@ class MicroBatcher:
         except Exception:  # noqa: BLE001 - a look at the loop must not end it
             return UNKNOWN
         finally:
-            for leaf, earlier in aside:
-                leaf.grad = earlier
             # The comparison may run out of memory, which says nothing of the steps.
             self._retries += self._meter.retries() - retries
         return UNKNOWN
@@ -515,6 +514,7 @@ class MicroBatcher:
             # Activations differ, so limits that were learned before do not hold.
             self._trainable, self._rescue.backoff, self._largest_planned = trainable, Backoff(), 0.0
             self._looked_through.clear()
+        self._outside = []
         self._undo = undo = Undo(self._model, self._meter, self._parameters, self._outside)
         batch_loss = _BatchLoss(losses_of, len(costs), denominators, weights, scale)
         compute = partial(self._add_gradient, batch_loss, undo)
@@ -590,18 +590,23 @@ class MicroBatcher:
             loss = batch_loss.weighted(means)
             # A micro-batch whose terms are all constant needs no gradient.
             if loss.requires_grad:
-                self._look_outside(loss, tuple(means), undo)
+                # Looking takes a twentieth of the host's time of a pass. Parts keep the device busy for longer.
+                may_be_new = self._trains_outside or stop - start < batch_loss.size
+                self._look_outside(loss, tuple(means), undo, may_be_new=may_be_new)
                 batch_loss.scale(loss).backward()
                 if self.compiled is not None:
                     self.compiled.keep_gradients()
                 self._had_gradient = True
         return {term: (mean.detach(), losses[term][1]) for term, mean in means.items()}
 
-    def _look_outside(self, loss: Tensor, terms: tuple[str, ...], undo: Undo) -> None:
-        """Finds the tensors beside the model's parameters that a loss gives gradients to, once for every set of terms,
-        so that a failed part is undone there too. Gathered weights are not among them: shards get their gradients.
+    def _look_outside(self, loss: Tensor, terms: tuple[str, ...], undo: Undo, *, may_be_new: bool) -> None:
+        """Finds the tensors beside the model's parameters that a loss gives gradients to, so that a failed part is
+        undone there too: once for every set of terms, and wherever they `may_be_new`. Gathered weights are not among
+        them: shards get their gradients.
         """
-        if terms in self._looked_through:
+        if self.shards is None:
+            undo.will_run_backward(loss)
+        if terms in self._looked_through and not may_be_new:
             return
         self._looked_through.add(terms)
         known = {id(parameter) for parameter in self._parameters} | {id(leaf()) for leaf in self._outside}
@@ -609,6 +614,7 @@ class MicroBatcher:
             if id(leaf) not in known and not (self.shards is not None and isinstance(leaf, nn.Parameter)):
                 undo.protect(leaf)
                 self._outside.append(weakref.ref(leaf))
+                self._trains_outside = True
 
     def merge_gradients(self) -> None:
         """Adds the gradients of a batch's earlier parts to the gradients of the current part. For a `losses_of`
@@ -631,7 +637,7 @@ class MicroBatcher:
             together = self.shards.together
         limit, undo = limit or self.rules.limit_for(costs), Undo(self._model, self._meter)
         results: list[T] = []
-        with self._meter.active(tensors_of([self._model])):
+        with self._meter.active(tensors_of([self._model])), torch.no_grad():
             for part in self._rounds(rescue.tries(costs, limit), compute, undo, ("evaluation",)):
                 is_repeatable, is_undone = self._repeating(part), undo.undo_scope()
                 with part, self._compiler(part), is_repeatable, is_undone, rescue.record_foreign_memory(), together():
@@ -780,15 +786,23 @@ def unsplittable_because(model: nn.Module) -> ArgumentError | None:
             "Parameters of lazy modules are there once the model has run", value=type(model).__name__,
             remedy="Run it on one sample before",
         )  # fmt: skip
-    if hooked := [name for name, parameter in model.named_parameters() if parameter._post_accumulate_grad_hooks]:
-        return ArgumentError(
-            "A hook that sees gradients as they accumulate would run in each micro-batch, and an optimizer in it would "
-            "step in each of them",
-            value=f"a hook of {hooked[0]}", remedy="Step once the batch's gradient is there, after `run`",
-        )  # fmt: skip
+    if (refusal := _hooked_because(model)) is not None:
+        return refusal
     if next(model.parameters(), None) is None:
         return ArgumentError("A model to be trained has parameters", value=type(model).__name__)
     return None
+
+
+def _hooked_because(model: nn.Module) -> ArgumentError | None:
+    """Returns the error of a model whose hooks see gradients as they accumulate; None where it has none."""
+    if not any(parameter._post_accumulate_grad_hooks for parameter in parameters_of(model)):
+        return None
+    hooked = next(name for name, parameter in model.named_parameters() if parameter._post_accumulate_grad_hooks)
+    return ArgumentError(
+        "A hook that sees gradients as they accumulate would run in each micro-batch, and an optimizer in it would "
+        "step in each of them",
+        value=f"a hook of {hooked}", remedy="Step once the batch's gradient is there, after `run`",
+    )  # fmt: skip
 
 
 def _check_losses(

@@ -1,5 +1,5 @@
-"""Random generators and buffers of a model: their states are read before a micro-batch, and restored bit by bit for
-another try of it.
+"""Random generators and buffers of a model, which are read before a micro-batch, and restored bit by bit for another
+try of it; and the modules and leaves that a pass runs through.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import random
 import struct
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Final
 
@@ -153,6 +154,20 @@ def parameters_of(model: nn.Module) -> list[nn.Parameter]:
     """Returns the parameters of a model in the order of `model.parameters()`, as quickly."""
     parameters = [parameter for module in modules_of(model) for parameter in module._parameters.values()]
     return list({id(parameter): parameter for parameter in parameters if parameter is not None}.values())
+
+
+def leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """Yields the tensors that a backward pass from a loss gives gradients to."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        # Of nodes, only those that accumulate a gradient have this.
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        nodes += [following for following, _ in node.next_functions]
 
 
 def _python_words() -> tuple[bytes, float | None]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError, OutOfMemoryDetails
 from can_train.fit.packing import ROUNDING, BatchCosts, MicroBatchLimit, cut
-from can_train.fit.random_state import Snapshot
+from can_train.fit.random_state import Snapshot, leaves_of
 from can_train.io.units import size_text
 from can_train.memory.catalogue import cards_that_hold
 from can_train.memory.out_of_memory import (
@@ -413,6 +413,11 @@ class Undo:
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._snapshot: Snapshot | None = None
         self._aside: list[tuple[Tensor, Tensor | None]] = []
+        self._loss: weakref.ref[Tensor] | None = None  # Of the try that is under way
+
+    def will_run_backward(self, loss: Tensor) -> None:
+        """Is told of the loss of the try that is under way, before its backward pass."""
+        self._loss = weakref.ref(loss)
 
     def protect(self, leaf: Tensor) -> None:
         """Sets the gradient of one more tensor aside for the attempt that is under way."""
@@ -421,9 +426,8 @@ class Undo:
 
     def merge(self) -> None:
         """Adds the gradients that were set aside to the try's gradients; the try cannot be undone from then on."""
-        for _, earlier, more in add_to_earlier(self._aside):
-            _add_sparse_gradient(earlier, more, self._meter)
-        self._aside = []
+        add_to_gradients(self._aside)
+        self._aside, self._loss = [], None
 
     @contextmanager
     def undo_scope(self) -> Iterator[None]:
@@ -440,67 +444,65 @@ class Undo:
             yield
             self.merge()
         except BaseException:
+            self._drop_unknown()
             for leaf, earlier in self._aside:
                 leaf.grad = earlier
             self._snapshot.restore()
             raise
         finally:
             # Else the copies would stay on the device until the next try makes its own.
-            self._aside = []
+            self._aside, self._loss = [], None
             self._snapshot.release()
 
-
-def leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """Yields the tensors that a backward pass from a loss gives gradients to."""
-    nodes, seen = [loss.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        # Of nodes, only those that accumulate a gradient have this.
-        if (leaf := getattr(node, "variable", None)) is not None:
-            yield leaf
-        nodes += [following for following, _ in node.next_functions]
+    def _drop_unknown(self) -> None:
+        """Drops gradients of leaves that no earlier part has trained: a failed pass made them."""
+        loss = None if self._loss is None else self._loss()
+        known = {id(leaf) for leaf, _ in self._aside}
+        for leaf in () if loss is None else leaves_of(loss):
+            if id(leaf) not in known:
+                leaf.grad = None
 
 
-def add_to_earlier(aside: Sequence[tuple[Tensor, Tensor | None]]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Adds the gradients of leaves to gradients that were set aside, in place, and gives the leaves these sums back. As
-    autograd accumulates: the same bits, and no memory beside the two.
+def add_to_gradients(aside: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+    """Adds gradients that were set aside to the gradients of their leaves, as autograd accumulates: dense ones in
+    place, with the same bits, and without memory beside the two; sparse ones coalesced.
 
-    Returns:
-        Leaf, earlier gradient and gradient, where the two cannot be added with the others: the caller adds them.
+    Raises:
+        torch.OutOfMemoryError: A sum of sparse gradients does not fit; nothing has been added.
     """
     # In one loop: in a small model, most of the time that a part takes beside its passes is spent here.
-    sums, gradients, apart = [], [], []
+    plain, gradients, others, sparse = [], [], [], []
     for leaf, earlier in aside:
         if earlier is None:
             continue
-        if (more := leaf.grad) is not None:
-            if type(more) is Tensor and earlier.dtype is more.dtype and more.layout is earlier.layout is _STRIDED:
-                sums.append(earlier)
+        if (more := leaf.grad) is None:
+            leaf.grad = earlier
+        elif more.layout is earlier.layout is _STRIDED:
+            if type(more) is Tensor and earlier.dtype is more.dtype:
+                plain.append((leaf, earlier))
                 gradients.append(more)
             else:
-                apart.append((leaf, earlier, more))
+                others.append((leaf, earlier, more))
+        else:
+            sparse.append((leaf, earlier, more))
+    # First the sums that take memory of their own.
+    totals = [_sparse_sum(earlier, more) for _, earlier, more in sparse]
+    for (leaf, *_), total in zip(sparse, totals, strict=True):
+        leaf.grad = total
+    if plain:
+        torch._foreach_add_([earlier for _, earlier in plain], gradients)
+    for leaf, earlier in plain:
         leaf.grad = earlier
-    if sums:
-        torch._foreach_add_(sums, gradients)
-    return apart
+    for leaf, earlier, more in others:
+        leaf.grad = earlier.add_(more)
 
 
-def _add_sparse_gradient(earlier: Tensor, more: Tensor, meter: Meter) -> None:
-    # The sum takes memory. Undoing the part would leave the gradients that are added already.
-    for _ in range(2):
-        with CatchOutOfMemory() as caught:
-            earlier.add_(more)
-        if not caught.message:
-            return
-        meter.release()
-    raise DoesNotFitError(
-        "Gradients of micro-batches are added up wholly or not at all",
-        value=f"the device said: {caught.message}",
-        remedy="Take the step again, with more memory",
-    )
+def _sparse_sum(earlier: Tensor, more: Tensor) -> Tensor:
+    """Adds two gradients of which one or both are sparse."""
+    # A sum holds the rows of both: without coalescing, parts would add up to as many rows as the batch has words.
+    one, other = (gradient.coalesce() if gradient.is_sparse else gradient for gradient in (earlier, more))
+    total = one + other
+    return total.coalesce() if total.is_sparse else total
 
 
 def describe_out_of_memory(
