@@ -219,6 +219,27 @@ def test_a_model_needs_its_loss() -> None:
         predict_peak(nn.Linear(1, 1), 8)
 
 
+def sparse_or_dense(*, sparse: bool, target: str | None = None) -> PeakPrediction:
+    model, words = nn.Sequential(nn.Embedding(10_000, 64, sparse=sparse), nn.Linear(64, 1)), torch.arange(400)
+    loss_of: LossOf = lambda rows: model(words[torch.as_tensor(rows)]).square().sum()  # noqa: E731
+    return predict_peak(model, 400, loss_of=loss_of, optimizer=torch.optim.SGD, target=target)
+
+
+def test_sparse_gradients_are_in_the_interval_and_told() -> None:
+    found, dense = sparse_or_dense(sparse=True), sparse_or_dense(sparse=False)
+    weight_bytes = 10_000 * 64 * 4
+    assert found.peak_bytes > 2 * weight_bytes
+    assert found.tensors.least_bytes == pytest.approx(weight_bytes, abs=0.01 * weight_bytes)
+    assert found.notices == ("Sparse gradients are predicted as dense ones: they may take 2.4 MiB less",)
+    assert not dense.notices
+
+
+def test_sparse_gradients_are_recorded_for_a_card(dispatched: None) -> None:
+    found, dense = sparse_or_dense(sparse=True, target="t4"), sparse_or_dense(sparse=False, target="t4")
+    assert found.tensors.most_bytes < dense.tensors.least_bytes - 0.8 * 10_000 * 64 * 4
+    assert not found.notices
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, torch.optim.SparseAdam])
 def test_an_optimizer_that_cannot_be_measured_is_told(optimizer: Any) -> None:
     model = nn.Linear(8, 1)

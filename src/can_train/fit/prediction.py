@@ -204,6 +204,9 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
         with torch.compiler.set_stance("force_eager") if has_compiled else nullcontext():
             found = step.on_cpu()
         found = _widened(found) if step.is_compiled else found
+        # The operations that are recorded for a card have the gradients as they are.
+        if sparse_bytes := _sparse_bytes(task_or_model):
+            found = _with_sparse(found, sparse_bytes)
     if low_bit is not None:
         found = low_bit.stated(found, step.trained)
     gradient_bytes = sum(parameter.nbytes for parameter in step.trained)
@@ -223,6 +226,23 @@ def _widened(found: PeakPrediction, reason: str = "") -> PeakPrediction:
     told = f"The model is predicted as it is; compiled, it takes up to {SAVED_SHARE:.0%} less"
     notice = f"{told}. Its graphs cannot be recorded: {reason}" if reason else told
     return replace(found, tensors=tensors, limits=limits, notices=(*found.notices, notice))
+
+
+def _sparse_bytes(model: nn.Module) -> int:
+    """Returns the bytes of the weights that get sparse gradients."""
+    weights = {
+        id(module.weight): module.weight.nbytes
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
+    }
+    return sum(weights.values())
+
+
+def _with_sparse(found: PeakPrediction, sparse_bytes: int) -> PeakPrediction:
+    """Widens the interval of a step with sparse gradients, which are predicted as dense ones."""
+    tensors = replace(found.tensors, least_bytes=max(found.tensors.least_bytes - sparse_bytes, 0.0))
+    notice = f"Sparse gradients are predicted as dense ones: they may take {size_text(sparse_bytes)} less"
+    return replace(found, tensors=tensors, notices=(*found.notices, notice))
 
 
 def _card(target: str) -> Card:
