@@ -11,7 +11,8 @@ from torch.optim import AdamW
 from can_train.config.settings import CHOICES, TrainingSettings
 from can_train.errors import DoesNotFitError
 from can_train.fit.optimizer import make_optimizer
-from can_train.fit.optimizer_memory import OptimizerMemory, OptimizerReserve, measure_optimizer
+from can_train.fit.optimizer_memory import OptimizerMemory, measure_optimizer
+from can_train.fit.rescue import OptimizerReserve
 from can_train.memory.meters import Meter
 from gpu.trainer import limited_device
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from can_train.config.settings import TrainingSettings
 from can_train.fit.optimizer import Optimization, make_optimization
-from can_train.fit.optimizer_memory import OptimizerMemory, allocate_ballast, measure_optimizer
+from can_train.fit.optimizer_memory import OptimizerMemory, measure_optimizer
+from can_train.fit.rescue import allocate_ballast
 from can_train.memory.meters import open_meter
 
 CPU = torch.device("cpu")

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError
-from can_train.fit.optimizer_memory import OptimizerMemory, OptimizerReserve, measure_optimizer
+from can_train.fit.optimizer_memory import OptimizerMemory, measure_optimizer
+from can_train.fit.rescue import OptimizerReserve
 from can_train.memory.meters import SimulatedMeter
 from can_train.memory.simulated.allocator import EXPANDABLE
 

@@ -42,11 +42,11 @@ from can_train.fit.factor_rule import UNUSED, Aim, FactorRule, RememberedLimit, 
 from can_train.fit.micro_batcher import BatchResult, Counts, Losses, MicroBatcher, Split, unsplittable_because
 from can_train.fit.observed_peaks import ObservedPeaks
 from can_train.fit.optimizer import state_bytes
-from can_train.fit.optimizer_memory import OptimizerMemory, OptimizerReserve
+from can_train.fit.optimizer_memory import OptimizerMemory
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of, cut
 from can_train.fit.peak_prediction import PeakPrediction
 from can_train.fit.random_state import Snapshot
-from can_train.fit.rescue import add_to_gradients
+from can_train.fit.rescue import OptimizerReserve, add_to_gradients
 from can_train.fit.search import SizeSearch
 from can_train.io.units import size_text
 from can_train.memory.allocator_settings import allocator_settings

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from can_train.fit.cost_model import DeviceLimits
     from can_train.fit.micro_batcher import BatchResult, MicroBatcher
-    from can_train.fit.optimizer_memory import OptimizerReserve
     from can_train.fit.packing import SplitRules
+    from can_train.fit.rescue import OptimizerReserve
     from can_train.memory.meters import Meter
     from can_train.memory.monitor import MemoryMonitor
 

@@ -33,10 +33,11 @@ from can_train.fit.cost_model import (
     fit_to_probes,
 )
 from can_train.fit.optimizer import make_optimizer, only_trained
-from can_train.fit.optimizer_memory import OptimizerMemory, allocate_ballast, measure_optimizer
+from can_train.fit.optimizer_memory import OptimizerMemory, measure_optimizer
 from can_train.fit.packing import BatchCosts, batch_totals
 from can_train.fit.precision import Precision
 from can_train.fit.random_state import Snapshot, step_generator
+from can_train.fit.rescue import allocate_ballast
 from can_train.fit.rungs import SPLIT_ALONE, ModuleCost, Rung, computed_on, measure_modules, rung_of
 from can_train.fit.search import (
     SEARCH_SECONDS,

@@ -31,12 +31,11 @@ from can_train.fit.factor_rule import FactorRule, SafetyFactor
 from can_train.fit.micro_batcher import BatchResult, Denominators, MicroBatcher, combine_updates
 from can_train.fit.offloaded_state import keep_states
 from can_train.fit.optimizer import Optimization, make_optimization, only_trained
-from can_train.fit.optimizer_memory import OptimizerReserve
 from can_train.fit.packing import BatchCosts
 from can_train.fit.planner import Planner, Planners
 from can_train.fit.precision import Precision
 from can_train.fit.random_state import capture_generators, restore_generators, seed_rank, step_generator
-from can_train.fit.rescue import Backoff, Ladder
+from can_train.fit.rescue import Backoff, Ladder, OptimizerReserve
 from can_train.fit.run_plan import OtherRung, RunPlan, price, still_fits
 from can_train.fit.rungs import SPLIT_ALONE, Rung
 from can_train.fit.step_time import StepTimer
