@@ -9,7 +9,13 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from can_train.errors import ArgumentError
-from can_train.fit.batch_dependence import SPLIT, BatchDependence, NoDropout, measure_batch_dependence
+from can_train.fit.batch_dependence import (
+    SPLIT,
+    BatchDependence,
+    NoDropout,
+    change_by_draws,
+    measure_batch_dependence,
+)
 from can_train.fit.micro_batcher import Losses, MicroBatcher
 from can_train.fit.packing import SplitRules
 
@@ -550,3 +556,19 @@ def test_a_hook_that_steps_in_each_backward_pass_is_refused() -> None:
     next(model.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
     with pytest.raises(ArgumentError, match=r"a hook of 1\.weight"):
         MicroBatcher(model)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_buffers_that_a_pass_moves_are_no_random_numbers(draws: bool) -> None:
+    model = mlp()
+    model.register_buffer("centers", torch.zeros(2))
+
+    def losses_of(start: int, stop: int) -> Losses:
+        out = model(torch.ones(stop - start, 24))
+        noise = torch.randn(()) if draws else 1.0
+        loss = noise * (out - model.centers).square().sum()
+        model.centers += 0.5
+        return {"loss": (loss, float(stop - start))}
+
+    assert (change_by_draws(model, losses_of, 6) > 0) == draws
+    assert not model.centers.any()

@@ -20,6 +20,8 @@ TRIALS = {
     "adapters/transformers_trainer.py MicroBatchTrainerMixin._movable_outputs.MovableContainer.add": "outputs move",
     "adapters/transformers_trainer.py MicroBatchTrainerMixin._whole_evaluation": "outputs move to the host",
     "adapters/transformers_trainer.py _Parts._measured": "how losses add up is tried with a few samples",
+    "adapters/framework_loop.py FrameworkLoop._draws_alone": "whether random numbers are the reason is tried",
+    "adapters/framework_loop.py FrameworkLoop._learn_kinds": "some samples of an evaluation are computed once more",
     "fit/explore.py _confirm_recorded": "the largest batch that is recorded to fit is tried",
     "fit/explore.py fit_by_probes.run_round": "a probe may be too large",
     "fit/explore.py seconds_per_sample": "a batch that is timed may be too large",

@@ -33,7 +33,7 @@ from can_train.factors.observations import ALLOCATOR, Observation, Outcome, next
 from can_train.factors.observing import AttemptRecord, PlannedMemory, device_of, make_observation, write_observation
 from can_train.factors.policies import make_policy
 from can_train.factors.store import FactorStore, rule_after
-from can_train.fit.batch_dependence import UNKNOWN, BatchDependence, change_by_draws
+from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, change_by_draws
 from can_train.fit.collate import Rows, leaves, samples_in, select_samples
 from can_train.fit.cost_model import DeviceLimits, SearchResult
 from can_train.fit.engine import Engine
@@ -170,6 +170,8 @@ class FrameworkLoop:
         self._reading: tuple[float, int] | None = None  # Cost and first bytes of the micro-batch that is measured now
         self._first_bytes = 0  # In use before an early step, which has the optimizer's state
         self._in_step = False  # Whether `whole` runs now
+        self._stages: set[str] = set()  # Of evaluation whose values' kinds are known
+        self._split_batches = 0  # That were trained
         self._not_undone = ""  # Why a step cannot be undone, as a clause
         self.told: set[str] = set()  # Warnings of the adapter that were given
         self.kinds = Kinds()  # Of values that the comparison has computed whole and in parts
@@ -299,7 +301,7 @@ class FrameworkLoop:
             result = engine.batcher.run_share(parts, costs, denominators={LOSS: 1.0}, scale=scale)
             starts = np.cumsum([0, *result.micro_batches[:-1]]).tolist()
             self._end_reading()
-            if self.compares and len(result.micro_batches) > 1 and self.batch_dependence is None:
+            if len(result.micro_batches) > 1 and self._is_compared():
                 self._compare(parts, result.micro_batches)
         except BaseException:
             for parameter, gradient in earlier:
@@ -325,8 +327,11 @@ class FrameworkLoop:
             return 1.0
         return part.share if items is None else items / part.samples
 
-    def evaluate_parts(self, batch: Any, compute: Callable[[Part], T]) -> list[tuple[Part, T]]:
-        """Computes something of a batch without gradients, in parts that fit; returns the parts, in order, with it."""
+    def evaluate_parts(self, batch: Any, compute: Callable[[Part], T], stage: str = "") -> list[tuple[Part, T]]:
+        """Computes something of a batch without gradients, in parts that fit; returns the parts, in order, with it.
+        In the first batch of a `stage` that is split, some samples are computed whole and in two parts, so that the
+        kinds of its values are known: those of outputs by their places in (stage,).
+        """
         engine = self.engine
         assert engine is not None, "a batch that is refused is not computed in parts"
         costs = self._costs(self.settings.counts(batch))
@@ -340,8 +345,43 @@ class FrameworkLoop:
             return replace(part, batch=None), result
 
         parts = engine.batcher.evaluate(computed, costs, self._evaluation_limit(costs))
+        if stage and len(parts) > 1 and stage not in self._stages:
+            self._stages.add(stage)
+            self._learn_kinds(batch, compute, stage, [part for part, _ in parts])
         states.join({part.start: part.share for part, _ in parts}, self.kinds)
         return parts
+
+    def _learn_kinds(self, batch: Any, compute: Callable[[Part], Any], stage: str, parts: Sequence[Part]) -> None:
+        """Learns the kinds of an evaluation's values from as many samples as the largest part has, which fit."""
+        after = StepState(self.model, self.meter.device, self.objects)
+        after.read()
+        samples = max(part.stop - part.start for part in parts)
+        try:
+            while samples > 1:
+                with CatchOutOfMemory(), self.trial_scope(), torch.no_grad(), self.meter.active():
+                    self._try_kinds(batch, compute, stage, samples, parts[0].samples)
+                    break
+                self.meter.release()
+                samples //= 2
+        except Exception:  # noqa: BLE001 - a look at the loop must not end it
+            return
+        finally:
+            after.restore()
+            self.kinds.judge_means()
+
+    def _try_kinds(self, batch: Any, compute: Callable[[Part], Any], stage: str, samples: int, of_all: int) -> None:
+        states, outputs = _PartStates(self.state, of_all), []
+        # Unequal parts, since equal ones hide a mean.
+        first = max(samples * SPLIT[0] // sum(SPLIT), 1)
+        spans = ((0, samples), (0, first), (first, samples))
+        for start, stop in spans:
+            part = replace(self._part(batch, start, stop, of_all), is_trial=True)
+            states.begin(start, metrics_too=False)
+            outputs.append(compute(part))
+            states.end(start, stop)
+        states.learn(self.kinds)
+        whole, *others = outputs
+        self.kinds.learn((stage,), whole, others, [stop - start for start, stop in spans[1:]])
 
     def before_optimizer_step(self) -> None:
         """Makes room for the state that an optimizer makes in its first step; raises DoesNotFitError where there is
@@ -504,6 +544,11 @@ class FrameworkLoop:
         assert engine is not None, "a batch was split"
         if failed:
             engine.batcher.count_rescue(trains=trains)
+        if names := self.kinds.newly_averaged():
+            warnings.warn(
+                "Of a batch that is split, these values are means of its parts' values, and not the whole batch's: "
+                f"{', '.join(names)}.", stacklevel=2,
+            )  # fmt: skip
         if trains:
             self._set_limit()
             engine.batcher.stepped()
@@ -513,10 +558,19 @@ class FrameworkLoop:
         selected = batch if whole else self.settings.select(batch, slice(start, stop))
         return Part(batch=selected, start=start, stop=stop, samples=samples)
 
+    def _is_compared(self) -> bool:
+        """Counts a batch that is split in training; tells whether it is compared with the whole: the first, second,
+        fourth, eighth, and so on. A mean over some samples (classes with weights, labels that are not ignored) may be a
+        mean over all in the first.
+        """
+        self._split_batches += 1
+        is_open = self.batch_dependence is None or (self.batch_dependence.measured and not self.batch_dependence.terms)
+        return self.compares and is_open and self._split_batches.bit_count() == 1
+
     def _compare(self, parts: _Parts, micro_batches: tuple[int, ...]) -> None:
-        """Compares the gradient of the batch with the gradient of its parts, once in a program: the whole batch where
-        memory never ran out, else the largest part, cut in two. Raises SplitRefusedError where the batch is not split,
-        or is computed in another way.
+        """Compares the gradient of the batch with the gradient of its parts: the whole batch where memory never ran
+        out, else the largest part, cut in two. Raises SplitRefusedError where the batch is not split, or is computed in
+        another way.
         """
         assert self.engine is not None, "a batch was split"
         trial = _Parts(self, lambda start, stop: replace(parts.part(start, stop), is_trial=True), parts.loss_of,
@@ -526,6 +580,7 @@ class FrameworkLoop:
         after = StepState(self.model, self.meter.device, self.objects)
         after.read()
         self.monitor.pause()
+        was_sum = self.is_sum
         try:
             with self.trial_scope():
                 measure = partial(self.engine.batcher.measure_dependence, trial, micro_batches, has_room=has_room)
@@ -544,9 +599,11 @@ class FrameworkLoop:
             dependence.warn(f"{drawn}: whether samples of a batch depend on each other is not known")
             self.batch_dependence = dependence
             return
-        if self.is_sum:
+        if self.is_sum != was_sum:
             raise SplitRefusedError
         trial.states.learn(self.kinds)
+        if not dependence.terms:
+            self.kinds.judge_means(list(trial.shares.values()) if len(trial.shares) == len(SPLIT) else None)
         if dependence.terms and not dependence.modules:
             # No layer is the reason.
             raise self.refuse(f"cutting it changes its gradient by {dependence.terms[LOSS]:.1%}")
@@ -556,8 +613,13 @@ class FrameworkLoop:
         """Tells whether other random numbers change a gradient about as much as the split of its batch did."""
         if not dependence.terms or dependence.modules or not (samples := trial.largest):
             return False
-        change = change_by_draws(self.model, trial, samples)
-        return dependence.terms[LOSS] <= _DRAWN * change
+        while samples > 1:
+            with CatchOutOfMemory():
+                return dependence.terms[LOSS] <= _DRAWN * change_by_draws(self.model, trial, samples)
+            # Two gradients are there at once.
+            self.meter.release()
+            samples //= 2
+        return False
 
     def refuse(self, reason: str, remedy: str = "") -> SplitRefusedError:
         """Ends the splitting of batches, and tells why; returns the error that ends the parts of the batch."""
@@ -804,7 +866,7 @@ class _PartStates:
         self._state, self._samples = state, samples
         self._metrics: dict[int, list[Attributes]] = {}  # Before each part, by its first sample
         self._appended: dict[tuple[int, int], dict[tuple[int, str], tuple[list[Any], list[Any]]]] = {}
-        self._changed: dict[tuple[int, int], dict[tuple[int, str], tuple[Any, Any, Any]]] = {}
+        self._changed: dict[tuple[int, int], dict[tuple[Any, ...], tuple[Any, Any, Any]]] = {}
 
     def begin(self, start: int, *, metrics_too: bool = True) -> None:
         """Restores the attributes that the batch began with, and the metrics that an earlier try of the part has
@@ -859,28 +921,38 @@ class _PartStates:
                           for place, new in enumerate(zip(*each, strict=True))]  # fmt: skip
                 values[len(values) - len(last) :] = joined
         for key, (owner, earlier, _) in self._changed[spans[-1]].items():
-            changes = [_change(earlier, self._changed[span][key][2]) for span in spans if key in self._changed[span]]
-            if len(changes) == len(spans):
-                _set_changed(owner, key[1], earlier, combination.combine(changes, (ATTRIBUTE, *key)))
+            values = [self._changed[span][key][2] for span in spans if key in self._changed[span]]
+            if len(values) == len(spans):
+                # Every value is a change of the same earlier one, or none is.
+                changes = [_change(earlier, value) for value in values]
+                combined = combination.combine(changes, (ATTRIBUTE, *key))
+                is_change = all(_is_changed_by(earlier, value) for value in values)
+                _set_changed(owner, key[-1], earlier + combined if is_change else combined)
 
 
 def _change(earlier: Any, value: Any) -> Any:
-    """Returns numbers and tensors of whole numbers as the difference from earlier ones, other values as they are."""
-    return value - earlier if _is_count(earlier, value) else value
+    """Returns numbers and tensors as the difference from earlier ones, other values as they are."""
+    return value - earlier if _is_changed_by(earlier, value) else value
 
 
-def _is_count(earlier: Any, value: Any) -> bool:
+def _is_changed_by(earlier: Any, value: Any) -> bool:
+    """Tells whether a value is an earlier one with a change; from infinity there is none."""
     if isinstance(value, Tensor) and isinstance(earlier, Tensor):
-        return value.shape == earlier.shape and not value.is_floating_point() and value.dtype != torch.bool
-    return type(value) is type(earlier) and isinstance(value, int | float)
+        is_alike = value.shape == earlier.shape and value.dtype == earlier.dtype != torch.bool
+        return is_alike and bool(earlier.isfinite().all())
+    return type(value) is type(earlier) and isinstance(value, int | float) and math.isfinite(earlier)
 
 
-def _set_changed(owner: Any, name: str, earlier: Any, change: Any) -> None:
-    """Sets an attribute to its value after the whole batch; a tensor that was changed in place stays itself."""
-    current, value = getattr(owner, name), earlier + change if _is_count(earlier, change) else change
+def _set_changed(owner: Any, name: Any, value: Any) -> None:
+    """Sets an attribute, or an entry, to its value after the whole batch; a tensor that was changed in place stays
+    itself.
+    """
+    current = owner[name] if isinstance(owner, dict) else getattr(owner, name)
     if isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:
         with torch.no_grad():
             current.copy_(value)
+    elif isinstance(owner, dict):
+        owner[name] = value
     else:
         setattr(owner, name, value)
 

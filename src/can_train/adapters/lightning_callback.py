@@ -269,11 +269,11 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
                 with context(), calls.of(part):
                     return getattr(pl_module, name)(part.batch, *others)
 
-            parts = loop.evaluate_parts(batch, compute)
+            parts = loop.evaluate_parts(batch, compute, name)
             weights = {part.start: part.share for part, _ in parts}
             calls.write(weights)
-            combination = Combination([part_size(part) for part, _ in parts], list(weights.values()))
-            return combination.combine([output for _, output in parts])
+            combination = Combination([part_size(part) for part, _ in parts], list(weights.values()), loop.kinds)
+            return combination.combine([output for _, output in parts], (name,))
 
         return loop.step(batch, partial(native, *arguments), in_parts, trains=False)
 

@@ -578,7 +578,7 @@ def _reduced(how: Any, values: Sequence[Any], combination: Combination, place: t
         return combination.count(values, kind)
     if name in ("min", "max"):
         return getattr(torch.stack([torch.as_tensor(value) for value in values]), name)()
-    return combination.mean(values, kind)
+    return combination.mean(values, kind, place)
 
 
 def with_total(value: Any, total: tuple[Tensor, Tensor] | None) -> Any:

@@ -2,7 +2,8 @@
 numbers, attributes of a module.
 
 Rows stand one after the other, means are averaged, counts are added up. The kind of a value is seen where its parts
-leave no doubt, or where a few samples were computed whole and in two parts. Arithmetic only.
+leave no doubt, or where a few samples were computed whole and in two parts. A value that none of these make, such as
+the square root of a mean, is averaged, and noted. Arithmetic only.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ ROW: Final = "row of a logger"
 _ROWS: Final = "rows"
 _COUNT: Final = "count"
 _SAME: Final = "same"
-_MEAN: Final = "mean"
+_MEAN: Final = "mean"  # Weighted as the loss is
+_SAMPLE_MEAN: Final = "mean over samples"
+_MOST: Final = "largest"
+_LEAST: Final = "smallest"
+_OTHER: Final = "other"
+_MEAN_TOLERANCE: Final = 1e-3  # Relative: sums of single precision, and products of half precision
 
 Place = tuple[Any, ...]  # Of a value: the names and positions that lead to it
 
@@ -60,6 +66,30 @@ class Kinds:
     """The kinds of values that were computed whole and in two parts."""
 
     by_place: dict[Place, str] = field(default_factory=dict)
+    # Values that may be means, with the values and sizes of their parts.
+    _means: dict[Place, tuple[Any, Sequence[Any], Sequence[int]]] = field(default_factory=dict)
+    _averaged: dict[str, None] = field(default_factory=dict)  # Names of values that a mean was made of, though none is
+    _told: set[str] = field(default_factory=set)
+
+    def average(self, place: Place) -> None:
+        """Notes a value that is averaged though the batch's value is no mean of its parts' values."""
+        self._averaged[_name(place)] = None
+
+    def newly_averaged(self) -> list[str]:
+        """Returns the names of averaged values that are no means, each once."""
+        names = [name for name in self._averaged if name not in self._told]
+        self._told.update(names)
+        return names
+
+    def judge_means(self, weights: Sequence[float] | None = None) -> None:
+        """Judges the values that may be means by the weights of their parts in the loss; None: their sizes."""
+        for place, (whole, parts, sizes) in self._means.items():
+            of_loss, stacked = sizes if weights is None or not sum(weights) else weights, torch.stack(list(parts))
+            candidates = {_MEAN: weighted_mean(parts, of_loss), _SAMPLE_MEAN: weighted_mean(parts, sizes),
+                          _MOST: stacked.amax(0), _LEAST: stacked.amin(0)}  # fmt: skip
+            close = (kind for kind, value in candidates.items() if _is_close(value, whole))
+            self.by_place[place] = next(close, _OTHER)
+        self._means.clear()
 
     def learn(self, place: Place, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> None:
         """Sees a value of a few samples, and of their two parts of `sizes`."""
@@ -73,6 +103,8 @@ class Kinds:
                     self.learn((*place, position), value, [part[position] for part in parts], sizes)
         elif isinstance(whole, Tensor | int | float) and (kind := _kind(whole, parts, sizes)):
             self.by_place[place] = kind
+            if kind == _MEAN:
+                self._means[place] = _as_numbers(whole), list(map(_as_numbers, parts)), sizes
 
 
 def _kind(whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
@@ -83,11 +115,31 @@ def _kind(whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
     if any(one.shape != value.shape for one in values):
         return ""
     is_same = all(torch.equal(one, value) for one in values)
-    is_count = torch.allclose(sum(values[1:], start=values[0]).double(), value.double())
+    is_count = torch.allclose(sum(values[1:], start=values[0]).double(), value.double(), atol=0.0)
     if is_same == is_count:
-        # Zeros tell nothing.
-        return "" if is_same or not value.is_floating_point() else _MEAN
+        # Zeros tell nothing. Whether it is a mean is judged once the weights of the parts are known.
+        return "" if is_same or value.dtype == torch.bool else _MEAN
     return _SAME if is_same else _COUNT
+
+
+def _as_numbers(value: Any) -> Tensor:
+    """Returns numbers that can be compared: small ones, on the host."""
+    return torch.as_tensor(value).detach().to("cpu", torch.float64)
+
+
+def _is_close(value: Tensor, whole: Tensor) -> bool:
+    if not whole.numel():
+        return True
+    distance, size = (value - whole).abs().max(), whole.abs().max()
+    # Numbers that are not finite tell nothing.
+    return not bool(distance > _MEAN_TOLERANCE * size)
+
+
+def _name(place: Place) -> str:
+    """Names the value at a place: the last of its names."""
+    names = [str(part) for step in place[1:] for part in (step if isinstance(step, tuple) else (step,))
+             if isinstance(part, str)]  # fmt: skip
+    return repr(names[-1]) if names else "the output"
 
 
 def whole_and_parts(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -130,27 +182,44 @@ class Combination:
             ]  # fmt: skip
             return type(first)(*members) if hasattr(first, "_fields") else type(first)(members)
         if isinstance(first, Tensor):
-            return self._tensor(values, kind, grows)
+            return self._tensor(values, kind, place, grows)
         if isinstance(first, bool) or not isinstance(first, int | float):
             return first
-        return self.mean(values, kind) if isinstance(first, float) else self.count(values, kind, grows=grows)
+        if isinstance(first, float):
+            return self.mean(values, kind, place)
+        return self._whole_number(values, kind, place, grows=grows)
 
-    def _tensor(self, values: Sequence[Tensor], kind: str, grows: bool) -> Tensor:
+    def _whole_number(self, values: Sequence[Any], kind: str, place: Place, *, grows: bool) -> Any:
+        if kind not in (_MEAN, _SAMPLE_MEAN, _MOST, _LEAST, _OTHER):
+            return self.count(values, kind, grows=grows)
+        combined = self.mean([torch.as_tensor(value) for value in values], kind, place)
+        first = values[0]
+        return combined.round().to(first.dtype) if isinstance(first, Tensor) else type(first)(round(float(combined)))
+
+    def _tensor(self, values: Sequence[Tensor], kind: str, place: Place, grows: bool) -> Tensor:
         first, lengths = values[0], [len(value) for value in values if value.dim()]
         if lengths and kind in ("", _ROWS) and (lengths == list(self.sizes) or len(set(lengths)) > 1):
             return torch.cat(list(values))
         if first.is_floating_point():
-            combined: Tensor = self.mean(values, kind)
+            combined: Tensor = self.mean(values, kind, place)
             return combined
         if first.dtype == torch.bool:
             return torch.stack(list(values)).all(0)
-        return torch.as_tensor(self.count(values, kind, grows=grows))
+        return torch.as_tensor(self._whole_number(values, kind, place, grows=grows))
 
-    def mean(self, values: Sequence[Any], kind: str = "") -> Any:
-        """Returns the weighted mean of numbers or tensors; their sum, where they are known to add up."""
+    def mean(self, values: Sequence[Any], kind: str = "", place: Place = ()) -> Any:
+        """Returns the weighted mean of numbers or tensors; their sum, the largest or the smallest, where these are
+        known to make the batch's. A value that is known to be something else is noted.
+        """
         if kind == _COUNT:
             return sum(values[1:], start=values[0])
-        return weighted_mean(values, self.weights)
+        if kind in (_MOST, _LEAST):
+            extreme = torch.stack([torch.as_tensor(value) for value in values])
+            found = extreme.amax(0) if kind == _MOST else extreme.amin(0)
+            return found if isinstance(values[0], Tensor) else float(found)
+        if kind == _OTHER:
+            self.kinds.average(place)
+        return weighted_mean(values, self.sizes if kind == _SAMPLE_MEAN else self.weights)
 
     def count(self, values: Sequence[Any], kind: str = "", *, grows: bool = True) -> Any:
         """Adds counts up. A number that the samples do not change, such as a count of steps, stays as it is; `grows`:

@@ -152,7 +152,7 @@ class StepState:
         attributes that the batch began with, while metrics go on.
         """
         with torch.no_grad():
-            for _, (module, name), tensor, version, copied in self._counters():
+            for _, (module, name), tensor, version, copied in self._own_buffers():
                 if _version(tensor) != version or version < 0:
                     tensor.copy_(copied)
                 module._buffers[name] = tensor
@@ -198,29 +198,39 @@ class StepState:
                     lists[position, name] = (values, values[earlier:])
         return lists
 
-    def changed(self) -> dict[tuple[int, str], tuple[Any, Any, Any]]:
-        """Returns the numbers, tensors and tuples of them among the attributes of the user's objects that are others
-        than when the state was read, by the position of the owner and the name: owner, earlier value, value.
+    def changed(self) -> dict[tuple[Any, ...], tuple[Any, Any, Any]]:
+        """Returns the numbers, tensors and tuples of them among the attributes of the user's objects, in their dicts
+        and their buffers, that are others than when the state was read, by the position of the owner and the names:
+        owner, earlier value, value.
         """
-        values = {}
+        values: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
         for position, attributes in enumerate(self._attributes[: len(self._with_attributes)]):
             if hasattr(attributes.owner, "metric_state"):
                 continue
             for name, value in vars(attributes.owner).items():
-                earlier = attributes.values.get(name)
-                if name not in _MODULE_PARTS and _is_number(value) and attributes.has_changed(name, value):
-                    values[position, name] = (attributes.owner, earlier, _detached(value))
-        for position, (module, name), _, _, copied in self._counters():
+                if name in _MODULE_PARTS:
+                    continue
+                if _is_number(value) and attributes.has_changed(name, value):
+                    earlier = attributes.values.get(name)
+                    values[position, name] = (attributes.owner, attributes.before(earlier), _detached(value))
+                elif isinstance(value, dict) and (entries := attributes.entries_before(value)) is not None:
+                    for key, entry in value.items():
+                        if _is_number(entry) and attributes.has_changed_from(entries.get(key), entry):
+                            before = attributes.before(entries.get(key))
+                            values[position, name, key] = (value, before, _detached(entry))
+        for position, (module, name), _, version, copied in self._own_buffers():
             value = module._buffers[name]
-            if value is not None and not torch.equal(value, copied):
-                values[-1 - position, name] = (module, copied, value.clone())
+            if value is None or (value.is_floating_point() and _version(value) == version):
+                continue
+            if not torch.equal(value, copied.to(value.device)):
+                values[-1 - position, name] = (module, copied.to(value.device), value.clone())
         return values
 
-    def _counters(self) -> Iterator[tuple[int, tuple[nn.Module, str], Tensor, int, Tensor]]:
-        """Yields the buffers of whole numbers of the user's modules: position, place, buffer, version, copy."""
+    def _own_buffers(self) -> Iterator[tuple[int, tuple[nn.Module, str], Tensor, int, Tensor]]:
+        """Yields the buffers of numbers of the user's modules: position, place, buffer, version, copy."""
         entries = zip(self._places, self._buffers, self._versions, self._copies, strict=True)
         for position, (place, tensor, version, copied) in enumerate(entries):
-            if tensor is None or copied is None or tensor.is_floating_point() or tensor.dtype == torch.bool:
+            if tensor is None or copied is None or tensor.dtype == torch.bool:
                 continue
             if not type(place[0]).__module__.startswith("torch."):
                 yield position, place, tensor, version, copied
@@ -371,10 +381,25 @@ class Attributes:
 
     def has_changed(self, name: str, value: Any) -> bool:
         """Tells whether an attribute has another value than when it was read, or was changed in place."""
-        if value is not self.values.get(name):
+        return self.has_changed_from(self.values.get(name), value)
+
+    def has_changed_from(self, earlier: Any, value: Any) -> bool:
+        """Tells whether a value is another than an earlier one, or was changed in place."""
+        if value is not earlier:
             return True
         tensor, version, _ = self._tensors.get(id(value), (None, 0, None))
         return tensor is value and _version(tensor) != version
+
+    def before(self, value: Any) -> Any:
+        """Returns a value as it was when it was read: the copy of a tensor that may have been changed in place."""
+        tensor, _, copied = self._tensors.get(id(value), (None, 0, None))
+        return copied if tensor is value and tensor is not None else value
+
+    def entries_before(self, container: Any) -> Any:
+        """Returns the entries of a container when it was read; None where it was not there, or was not copied."""
+        entries = (earlier for one, earlier in self._containers if one is container)
+        found = next(entries, None)
+        return None if isinstance(found, int) else found
 
     def restore(self) -> None:
         """Restores them."""

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from can_train.errors import DataError
-from can_train.fit.random_state import Snapshot, leaves_of
+from can_train.fit.random_state import Generators, Snapshot, leaves_of
 from can_train.memory.cuda_operators import composite, register
 
 if TYPE_CHECKING:
@@ -401,7 +401,12 @@ def change_by_draws(model: nn.Module, losses_of: Callable[[int, int], Losses], s
     snapshot = Snapshot(model, parameters[0].device)
     try:
         with NoDropout():
-            one, other = (_pass(parameters, losses_of, (0, samples), None) for _ in range(2))
+            one = _pass(parameters, losses_of, (0, samples), None)
+            # A pass may change buffers, which are no draws.
+            drawn = Generators(parameters[0].device)
+            snapshot.restore()
+            drawn.restore()
+            other = _pass(parameters, losses_of, (0, samples), None)
     finally:
         snapshot.restore()
     twice = _Passes((samples, 0), one, other, other, given=None, tolerance=0.0)

@@ -1,0 +1,111 @@
+"""The values of a batch, made of the values of its parts."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from can_train.adapters.part_values import ATTRIBUTE, Combination, Kinds
+
+SIZES = (2, 4, 3)
+VALUES = torch.tensor([3.0, 1.0, 4.0, 1.5, 5.0, 9.0, 2.5, 6.0, 5.5], dtype=torch.float64)
+TOKENS = torch.tensor([1.0, 5.0, 2.0, 2.0, 3.0, 1.0, 1.0, 4.0, 2.0], dtype=torch.float64)
+PLACE = ("logged", ("name", 0))
+
+
+def of_tokens(values: Tensor) -> float:
+    tokens = TOKENS[torch.isin(VALUES, values)]
+    return float((values * tokens).sum() / tokens.sum())
+
+
+def learned(compute: Any, *, by_tokens: bool = False) -> Kinds:
+    """The kinds, learned from six samples that are computed whole and in parts of two and four."""
+    kinds, few = Kinds(), VALUES[:6]
+    kinds.learn(PLACE, compute(few), [compute(few[:2]), compute(few[2:])], SIZES[:2])
+    kinds.judge_means([float(TOKENS[:2].sum()), float(TOKENS[2:6].sum())] if by_tokens else None)
+    return kinds
+
+
+def combined(compute: Any, kinds: Kinds, *, by_tokens: bool = False) -> Any:
+    weights = [float(part.sum()) for part in TOKENS.split(SIZES)] if by_tokens else list(SIZES)
+    values = [compute(part) for part in VALUES.split(SIZES)]
+    return Combination(SIZES, [weight / sum(weights) for weight in weights], kinds).combine(values, PLACE)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda values: float(values.sum()),
+        lambda values: float(values.mean()),
+        lambda values: float(values.max()),
+        lambda values: float(values.min()),
+        lambda values: values.sum(),
+        lambda values: torch.stack([values.mean(), 2 * values.mean()]),
+        lambda values: values.max(),
+        lambda values: 2 * values,
+        lambda values: {"n": len(values), "mean": values.mean()},
+        lambda values: int(values.max()),
+        lambda values: 7,
+        lambda values: 0.25,
+    ],
+)
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_a_value_whose_kind_was_learned_is_the_batchs(compute: Any, by_tokens: bool) -> None:
+    kinds = learned(compute, by_tokens=by_tokens)
+    torch.testing.assert_close(combined(compute, kinds, by_tokens=by_tokens), compute(VALUES))
+    assert not kinds.newly_averaged()
+
+
+def test_a_mean_over_tokens_has_their_weights() -> None:
+    kinds = learned(of_tokens, by_tokens=True)
+    assert combined(of_tokens, kinds, by_tokens=True) == pytest.approx(of_tokens(VALUES))
+    assert not kinds.newly_averaged()
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda values: float(values.square().mean().sqrt()),
+        lambda values: values.std(),
+        lambda values: int(values.sum()) ** 2,
+        of_tokens,
+    ],
+)
+def test_a_value_that_no_arithmetic_makes_is_averaged_and_named_once(compute: Any) -> None:
+    kinds = learned(compute)
+    for _ in range(2):
+        combined(compute, kinds)
+    assert kinds.newly_averaged() == ["'name'"]
+    combined(compute, kinds)
+    assert not kinds.newly_averaged()
+
+
+def test_a_value_of_unknown_kind_is_averaged_without_a_word() -> None:
+    kinds = Kinds()
+    assert combined(lambda values: float(values.mean()), kinds) == pytest.approx(float(VALUES.mean()))
+    assert not kinds.newly_averaged()
+
+
+@given(
+    st.lists(st.integers(-1000, 1000).map(float), min_size=2, max_size=2),
+    st.tuples(st.integers(1, 9), st.integers(1, 9)),
+)
+def test_means_over_samples_are_judged_by_sizes(means: list[float], sizes: tuple[int, int]) -> None:
+    whole = (means[0] * sizes[0] + means[1] * sizes[1]) / sum(sizes)
+    kinds = Kinds()
+    kinds.learn((ATTRIBUTE, 0, "mean"), whole, means, sizes)
+    # The loss has other weights.
+    kinds.judge_means([1.0, 5.0])
+    weights = [1 / 6, 5 / 6]
+    found = Combination(sizes, weights, kinds).combine(means, (ATTRIBUTE, 0, "mean"))
+    assert found == pytest.approx(whole, rel=2e-3, abs=2e-3 * max(map(abs, means)))
+
+
+@pytest.mark.parametrize("place", [("output",), ("output", "f1"), (ATTRIBUTE, 3, "sums", "f1"), ("list", 0, "f1", 2)])
+def test_a_value_is_named_by_the_last_name_of_its_place(place: tuple[Any, ...]) -> None:
+    kinds = Kinds()
+    kinds.average(place)
+    assert kinds.newly_averaged() == ["the output" if place == ("output",) else "'f1'"]
