@@ -707,6 +707,44 @@ def test_a_step_that_ran_out_of_memory_leaves_no_trace(transformers: Any, tmp_pa
     assert cut.tokens == plain.tokens
 
 
+@pytest.mark.parametrize("stage", ["train", "evaluate"])
+def test_what_a_step_logs_of_trials_and_failed_tries_reaches_nobody(
+    transformers: Any, tmp_path: Path, stage: str
+) -> None:
+    class Logging(transformers.Trainer):
+        seen = 0
+
+        def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+            self.log({"samples": len(inputs["input_ids"])})
+            return super().compute_loss(model, inputs, *arguments, **options)
+
+        def prediction_step(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+            self.seen += len(inputs["input_ids"])
+            return super().prediction_step(model, inputs, *arguments, **options)
+
+    class Tracking(transformers.TrainerCallback):
+        def __init__(self) -> None:
+            self.logged: list[int] = []
+
+        def on_log(self, *_: Any, logs: dict[str, int], **options: Any) -> None:
+            self.logged += [logs["samples"]] if "samples" in logs else []
+
+    found = []
+    for settings in (None, LoopSettings(device="sim:21MiB", learn=False)):
+        size = {"per_device_train_batch_size": 13, "per_device_eval_batch_size": 26, "num_train_epochs": 1}
+        trainer, tracker = (
+            trainer_of(transformers, tmp_path, Heavy(Tagger()), settings, base=Logging, **size),
+            Tracking(),
+        )
+        trainer.add_callback(tracker)
+        getattr(trainer, stage)()
+        found.append((sum(tracker.logged), len(tracker.logged), trainer.seen))
+    (plain, plain_calls, plain_seen), (split, split_calls, split_seen) = found
+    assert split == plain == 26
+    assert split_calls > plain_calls
+    assert split_seen == plain_seen
+
+
 class WithCentres(nn.Module):
     """A loss with parameters of its own, as sentence-transformers has."""
 

@@ -50,7 +50,7 @@ LOOKS = {
     "adapters/framework_loop.py FrameworkLoop._end_whole": "restores what a step of another framework has changed",
     "adapters/framework_loop.py _Parts._computed": "lets it pass an except clause for errors of other kinds",
     "adapters/lightning_sizes.py _copied": "lets it pass an except clause for errors of other kinds",
-    "adapters/transformers_trainer.py MicroBatchTrainerMixin._whole": "restores the attributes of a Trainer",
+    "adapters/trainer_state.py undone": "restores the attributes of a Trainer",
     "factors/observing.py outcome_of": "names the outcome of an attempt",
     "fit/compiled.py CompiledModel.trying": "leaves it to the caller, where the compiler is not at fault",
     "fit/prediction.py _of_model": "lets it pass an except clause for errors of other kinds",

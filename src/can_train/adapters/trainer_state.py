@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from can_train.adapters.step_state import Attributes, replaced
+from can_train.adapters.step_state import Attributes, replaced, replaced_method
 from can_train.errors import DoesNotFitError
+from can_train.memory.out_of_memory import is_out_of_memory
 
 _MOST_NUMBERS: Final = 2**16  # Numbers of each parameter's gradient that are compared
 # Attributes of the Trainer that no step changes; data sets may be long lists.
@@ -25,6 +26,36 @@ _GATHERING: Final = ("gather", "gather_for_metrics", "reduce")  # Functions of A
 def attributes_of(trainer: Any) -> Attributes:
     """Reads the attributes of a Trainer that its step may change."""
     return Attributes(trainer, skip=_UNCHANGED)
+
+
+@contextmanager
+def undone(trainer: Any, *, only_out_of_memory: bool = False) -> Iterator[None]:
+    """Opens the span of a step, or of a part of one. Where it fails, or runs out of memory, the Trainer is as it was,
+    and callbacks see nothing of what was logged.
+    """
+    attributes, logged = attributes_of(trainer), list[tuple[tuple[Any, ...], dict[str, Any]]]()
+    try:
+        with replaced_method(trainer, "log", lambda *arguments, **options: logged.append((arguments, options))):
+            yield
+    except Exception as error:
+        if not only_out_of_memory or is_out_of_memory(error):
+            attributes.restore()
+            logged.clear()
+        raise
+    finally:
+        for arguments, options in logged:
+            trainer.log(*arguments, **options)
+
+
+@contextmanager
+def untraced(trainer: Any) -> Iterator[None]:
+    """Opens the span of a trial: the attributes of the Trainer are as they were afterwards, and nothing is logged."""
+    attributes = attributes_of(trainer)
+    try:
+        with replaced_method(trainer, "log", lambda *arguments, **options: None):
+            yield
+    finally:
+        attributes.restore()
 
 
 @contextmanager

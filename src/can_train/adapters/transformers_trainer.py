@@ -36,11 +36,12 @@ from can_train.adapters.trainer_batches import (
     why_whole,
 )
 from can_train.adapters.trainer_state import (
-    attributes_of,
     gradient_numbers,
     join_metrics,
     metric_lengths,
     scale_gradients,
+    undone,
+    untraced,
     without_gathering,
 )
 from can_train.errors import ArgumentError, DoesNotFitError
@@ -51,7 +52,7 @@ from can_train.fit.collate import leaves, select_samples
 from can_train.fit.packing import counts_of
 from can_train.fit.random_state import Generators
 from can_train.fit.rescue import PartDoesNotFitError, fatal_out_of_memory
-from can_train.memory.out_of_memory import CatchOutOfMemory, headline, is_out_of_memory
+from can_train.memory.out_of_memory import CatchOutOfMemory, headline
 from can_train.training.distributed import add_gradients
 
 _LOG: Final = logging.getLogger("can_train")
@@ -179,33 +180,26 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
     # The whole step
 
     def _whole(self, run: Callable[[Any], Tensor], inputs: Any) -> Tensor:
-        """Runs the Trainer's step with all samples; where memory runs out, the Trainer's attributes are restored."""
+        """Runs the Trainer's step with all samples; where memory runs out, the Trainer is as it was."""
         loop = self._loop()
         backward = self.accelerator.backward
-        before = attributes_of(self)
 
         def protected(loss: Tensor, **options: Any) -> None:
             with loop.gradients_aside():
                 backward(loss, **options)
 
-        try:
-            with replaced(self.accelerator, "backward", protected):
-                return run(inputs)
-        except Exception as error:
-            if is_out_of_memory(error):
-                before.restore()
-            raise
+        with undone(self, only_out_of_memory=True), replaced(self.accelerator, "backward", protected):
+            return run(inputs)
 
     def _whole_evaluation(self, run: Callable[[Any], Any], inputs: Any) -> Any:
         """Evaluates all samples at once; where memory runs out, outputs of earlier batches move to the host first."""
         if any(outputs.tensors is not None for outputs in self._outputs):
-            before = attributes_of(self)
-            with CatchOutOfMemory() as caught:
+            with CatchOutOfMemory() as caught, undone(self, only_out_of_memory=True):
                 return run(inputs)
-            before.restore()
             self._move_outputs()
             _LOG.info("Outputs of evaluated batches were moved to the host (%s).", caught.message)
-        return run(inputs)
+        with undone(self, only_out_of_memory=True):
+            return run(inputs)
 
     # Outputs of an evaluation
 
@@ -479,23 +473,12 @@ class _Parts:
     def untraced(self) -> Iterator[None]:
         """Opens the span of a trial: model, generators and Trainer are left as they were."""
         state = StepState(self.loop.model, self.loop.meter.device, self.loop.objects)
-        attributes = attributes_of(self.trainer)
         state.read()
         try:
-            yield
+            with untraced(self.trainer):
+                yield
         finally:
             state.restore()
-            attributes.restore()
-
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Opens the span of a part, or of all parts: the Trainer's attributes are restored where it fails."""
-        attributes = attributes_of(self.trainer)
-        try:
-            yield
-        except Exception:
-            attributes.restore()
-            raise
 
     def selected(self, rows: Rows) -> Any:
         """Returns the batch of some samples."""
@@ -510,13 +493,13 @@ class _TrainingParts(_Parts):
         metrics = getattr(self.trainer, "_metrics", None)
         before = metric_lengths(metrics)
         alone = without_gathering(self.trainer.accelerator) if is_parallel else nullcontext()
-        with self.undone(), alone:
+        with undone(self.trainer), alone:
             loss, weights = self.loop.run_parts(self.batch, self._loss_of)
         join_metrics(metrics, before, list(weights.values()))
         return loss
 
     def _loss_of(self, part: Part) -> tuple[Tensor, None]:
-        with self.undone():
+        with undone(self.trainer):
             loss: Tensor = self.run(part.batch)
             if part.is_whole:
                 return loss, None
@@ -554,12 +537,12 @@ class _EvaluationParts(_Parts):
 
     def compute(self) -> Any:
         """Returns loss, outputs and labels of the batch."""
-        with self.undone():
+        with undone(self.trainer):
             parts = self.loop.evaluate_parts(self.batch, self._part)
             return parts[0][1] if len(parts) == 1 else self._joined(parts)
 
     def _part(self, part: Part) -> Any:
-        with self.undone():
+        with undone(self.trainer):
             return self.run(part.batch)
 
     def _joined(self, parts: list[tuple[Part, Any]]) -> Any:
