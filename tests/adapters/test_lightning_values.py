@@ -1,6 +1,7 @@
 """Values that steps of a LightningModule keep and log are those of whole batches where batches are split."""
 
 import warnings
+from collections import deque
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +38,7 @@ def keeping_module(lightning: Any) -> Any:
             self.seen, self.loss_sum, self.best = 0, 0.0, float("inf")
             self.total = torch.zeros((), dtype=torch.float64)
             self.confusion = torch.zeros(CLASSES, CLASSES)
+            self.losses, self.latest = list[float](), deque[float](maxlen=2)
             self.counts = {"samples": 0, "hits": torch.zeros(()), "loss": 0.0}
             self.register_buffer("average", torch.zeros((), dtype=torch.float64))
             self.register_buffer("sum_of_losses", torch.zeros((), dtype=torch.float64))
@@ -47,6 +49,8 @@ def keeping_module(lightning: Any) -> Any:
             value, right = loss.detach(), logits.argmax(1) == y
             self.seen += len(y)
             self.loss_sum += float(value) * len(y)
+            self.losses.append(float(value))
+            self.latest.append(float(value))
             self.total += value * len(y)
             self.confusion += F.one_hot(y, CLASSES).float().T @ F.one_hot(logits.argmax(1), CLASSES).float()
             self.counts["samples"] += len(y)
@@ -72,7 +76,8 @@ def keeping_module(lightning: Any) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
         def kept(self) -> dict[str, Any]:
-            return {"seen": self.seen, "loss_sum": self.loss_sum, "total": self.total, "confusion": self.confusion,
+            return {"seen": self.seen, "losses": self.losses, "latest": list(self.latest),
+                    "loss_sum": self.loss_sum, "total": self.total, "confusion": self.confusion,
                     **self.counts, "average": self.average, "sum_of_losses": self.sum_of_losses,
                     "weights": torch.cat([one.detach().flatten() for one in self.parameters()])}  # fmt: skip
 

@@ -865,7 +865,7 @@ class _PartStates:
     def __init__(self, state: StepState, samples: int) -> None:
         self._state, self._samples = state, samples
         self._metrics: dict[int, list[Attributes]] = {}  # Before each part, by its first sample
-        self._appended: dict[tuple[int, int], dict[tuple[int, str], tuple[list[Any], list[Any]]]] = {}
+        self._appended: dict[tuple[int, int], dict[tuple[int, str], tuple[Any, list[Any]]]] = {}
         self._changed: dict[tuple[int, int], dict[tuple[Any, ...], tuple[Any, Any, Any]]] = {}
 
     def begin(self, start: int, *, metrics_too: bool = True) -> None:
@@ -919,7 +919,8 @@ class _PartStates:
             if len(each) == len(spans) and {len(new) for new in each} == {len(last)}:
                 joined = [combination.combine(new, ("list", *key, place))
                           for place, new in enumerate(zip(*each, strict=True))]  # fmt: skip
-                values[len(values) - len(last) :] = joined
+                for place, entry in enumerate(joined, len(values) - len(last)):
+                    values[place] = entry
         for key, (owner, earlier, _) in self._changed[spans[-1]].items():
             values = [self._changed[span][key][2] for span in spans if key in self._changed[span]]
             if len(values) == len(spans):

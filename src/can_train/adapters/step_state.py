@@ -186,16 +186,21 @@ class StepState:
             raise
         add_to_gradients(aside)
 
-    def appended(self) -> dict[tuple[int, str], tuple[list[Any], list[Any]]]:
-        """Returns the lists among the attributes that have grown since the state was read, each with its new entries,
-        by the position of its owner and its name.
+    def appended(self) -> dict[tuple[int, str], tuple[Any, list[Any]]]:
+        """Returns the lists and deques among the attributes that have new entries since the state was read, each with
+        these, by the position of its owner and its name.
         """
         lists = {}
         for position, attributes in enumerate(self._attributes):
             for name, earlier in attributes.lengths.items():
                 values = vars(attributes.owner).get(name)
-                if values is attributes.values[name] and len(values) > earlier:
-                    lists[position, name] = (values, values[earlier:])
+                if values is not attributes.values[name]:
+                    continue
+                new = _newest(values, attributes.entries_before(values)) if isinstance(values, deque) else []
+                if isinstance(values, list) and len(values) > earlier:
+                    new = values[earlier:]
+                if new:
+                    lists[position, name] = (values, new)
         return lists
 
     def changed(self) -> dict[tuple[Any, ...], tuple[Any, Any, Any]]:
@@ -353,7 +358,7 @@ class Attributes:
             self._containers.append((owner, dict(owner)))
         for name in self._copied_names:
             value = self.values[name]
-            if isinstance(value, list):
+            if isinstance(value, list | deque):
                 self.lengths[name] = len(value)
             self._add(value, _DEPTH)
         self._earlier = {}
@@ -424,6 +429,15 @@ def _kept_of(owner: Any, values: Mapping[str, Any]) -> frozenset[str]:
     kept = _METRIC_PARTS if "_reductions" in values else _MODULE_PARTS
     # Lightning's collection of logged values is a dict with attributes, and refers to the batch.
     return kept | {"batch"} if isinstance(owner, dict) else kept
+
+
+def _newest(values: deque[Any], earlier: Sequence[Any] | None) -> list[Any]:
+    """Returns the entries that were appended to a deque, which may have dropped its oldest ones meanwhile."""
+    entries = list(values)
+    for kept in range(min(len(entries), len(earlier)) if earlier is not None else -1, -1, -1):
+        if earlier is not None and all(map(is_, entries[:kept], earlier[len(earlier) - kept :])):
+            return entries[kept:]
+    return []
 
 
 def _is_number(value: Any) -> bool:
