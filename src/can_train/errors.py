@@ -25,7 +25,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -34,6 +34,7 @@ from typing import Any, Final
 
 # Least similarity (0 to 1) of a likely misspelling; difflib's 0.6 misses swapped short words.
 _SUGGESTION_CUTOFF: Final = 0.5
+_SHOWN: Final = 80  # Characters of a wrong value that a message shows
 _MAX_SUGGESTIONS: Final = 5  # names that a message lists: more of them nobody reads
 
 # Rule and remedy for the system's errors that a user can do something about.
@@ -406,3 +407,37 @@ def unknown_name(what: str, name: str, valid: Iterable[str], *, more: str = "") 
     how_many = "Valid, nearest first" if len(names) <= _MAX_SUGGESTIONS else f"Nearest of {len(names)}"
     listed = ", ".join(names[:_MAX_SUGGESTIONS])
     return ConfigError(f"Unknown {what}", value=repr(name), remedy=f"{how_many}: {listed}{more}")
+
+
+def check_kinds(what: str, kinds: Any, remedy: str, **arguments: object) -> None:
+    """Raises ArgumentError unless each of some arguments of the Python API is of a kind. True and False are no numbers.
+
+    Args:
+        what: The kind in words, as the message has it: `a path`.
+        kinds: The class, or a tuple of classes.
+        remedy: How to give the arguments.
+        arguments: The arguments by name.
+    """
+    for name, value in arguments.items():
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise ArgumentError(f"{name} is {what}", value=shown(value), remedy=remedy)
+
+
+def check_flags(**flags: object) -> None:
+    """Raises ArgumentError unless each argument of the Python API is True or False."""
+    for name, value in flags.items():
+        # NumPy, which this module leaves alone, has a class of its own for them.
+        if type(value).__name__ not in ("bool", "bool_"):
+            raise ArgumentError(
+                f"{name} is True or False", value=shown(value), remedy=f"Give {name}=True, or leave it out"
+            )
+
+
+def check_functions(call: str, **functions: object) -> None:
+    """Raises ArgumentError unless each argument of the Python API is a function; `call` is an example of one."""
+    check_kinds("a function", Callable, f"Give a function: {call}", **functions)
+
+
+def shown(value: object) -> str:
+    """Returns a value as an error shows it: in one line, and cut to some length."""
+    return f"{' '.join(repr(value).split()):.{_SHOWN}}"

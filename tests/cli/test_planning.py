@@ -117,9 +117,20 @@ def test_a_line_that_is_no_single_training_is_refused(line: str, more: str, said
         (3, (), "a training line, or a task: 3"),
         (Words, "t4", r"Targets are a list of names: 't4'\.\nGive \['t4'\]"),
         (Words, ["h1000"], "Unknown GPU"),
+        (Words, [16], r"A device is its name, or a torch\.device: 16\.\nGive \"t4\""),
+        (Words, 16, r"targets is a list of names: 16\.\nGive targets="),
+        (Words, [torch.device("meta")], "Unknown GPU"),
+        ("--task 'a.py:B", (), "as a shell does it: .*No closing quotation"),
         (Words, ["2400MiB", "16MiB"], "of which a training cannot use .*: 16MiB"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_said(task: object, targets: "str | list[str]", said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         can_train.plan(task, targets)  # type: ignore[arg-type]
+
+
+def test_a_plan_is_for_devices_here_too() -> None:
+    by_name, as_device = (can_train.plan(Words, [device]).cards[0] for device in ("cpu", torch.device("cpu")))
+    assert by_name.name == as_device.name == can_train.plan(Words).cards[0].name
+    with pytest.raises(ConfigError, match="training is a TrainingSettings"):
+        can_train.plan(Words, ["t4"], training={"batch_size": 3})

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from can_train.errors import DeviceError
+from can_train.errors import ArgumentError, DeviceError
 from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.catalogue import UsableMemory, find_card, other_card, usable
 from can_train.memory.host import available_bytes
@@ -16,15 +16,42 @@ from can_train.memory.meters import (
     CpuMeter,
     Meter,
     SimulatedMeter,
+    meter_of,
     nvidia_driver_version,
     open_meter,
     resolve_device,
+    simulated_gpu,
 )
+from can_train.memory.monitor import MemoryMonitor
 from can_train.memory.simulated.allocator import EXPANDABLE
 
 MIB = 2**20
 GIB = 2**30
 FLOAT_BYTES = 4
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), nn.Linear(2, 2).weight.device])
+def test_a_device_is_given_by_name_or_as_a_torch_device(device: Any) -> None:
+    assert isinstance(meter_of(device, "auto"), CpuMeter)
+    assert isinstance(meter_of(None, device), CpuMeter)
+    assert isinstance(MemoryMonitor(device).meter, CpuMeter)
+    assert isinstance(MemoryMonitor(meter=device).meter, CpuMeter)
+
+
+@pytest.mark.parametrize("device", [3, True, object(), torch.ones(3), nn.Linear(2, 2), torch.float16, None])
+def test_what_is_no_device_is_refused_in_words(device: Any) -> None:
+    for use in (
+        MemoryMonitor,
+        lambda device: meter_of(device, device),
+        lambda device: simulated_gpu(device).__enter__(),
+    ):
+        with pytest.raises(ArgumentError, match=r"A device is its name, or a torch\.device: [^\n]*\nGive \""):
+            use(device)
+
+
+def test_what_has_no_tensors_is_not_on_a_simulated_gpu() -> None:
+    with pytest.raises(ArgumentError, match="Models, optimizers and lists of tensors"), simulated_gpu("64MiB", 3):
+        pass
 
 
 def test_a_meter_refuses_more_than_its_capacity_and_goes_on_afterwards() -> None:

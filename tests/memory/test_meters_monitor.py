@@ -37,6 +37,13 @@ def steps(monitor: MemoryMonitor, *mebibytes: int) -> list[bool]:
     return told
 
 
+@pytest.mark.parametrize("name", ["interval", "warmup", "total_steps"])
+@pytest.mark.parametrize("steps", ["8", 2.5, True, [8]])
+def test_steps_are_counted_in_whole_numbers(name: str, steps: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"{name} is a number of steps"):
+        MemoryMonitor("cpu", **{name: steps})
+
+
 @pytest.fixture
 def gpu() -> SimulatedMeter:
     return SimulatedMeter(100 * MIB, settings=EXPANDABLE)

@@ -554,3 +554,18 @@ def test_a_cell_of_a_notebook_predicts(run_of: Callable[[str], Path], said: Said
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(Path.cwd())}}).execute()
     (printed,) = [out["text"] for out in notebook.cells[0]["outputs"] if out.get("name") == "stdout"]
     assert printed.split() == [row["class"] for row in rows_of(said("Streamed", "--dataset", "bare.csv"))]
+
+
+@pytest.mark.parametrize("name", ["run", "device", "weights", "trust_code", "runs_dir", "state_dir", "data_root"])
+def test_a_wrong_argument_of_load_is_told_by_its_name(name: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "run": tmp_path,
+        "device": torch.device("cpu"),
+        "runs_dir": tmp_path,
+        "state_dir": tmp_path,
+    }
+    for wrong in (3, object()):
+        with pytest.raises(CanTrainError, match="A device is its name" if name == "device" else f"{name} is "):
+            can_train.load(**{**given, name: wrong})
+    with pytest.raises(CanTrainError, match=str(tmp_path)):
+        can_train.load(**given)

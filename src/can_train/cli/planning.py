@@ -1,14 +1,16 @@
 """`can_train.plan`: the plan of a training line or of a task, for devices that need not be at hand, from Python."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from can_train.errors import ArgumentError, ConfigError
+from can_train.config.settings import TrainingSettings
+from can_train.errors import ArgumentError, ConfigError, check_kinds
 
 if TYPE_CHECKING:
+    import torch
+
     from can_train.config.resolved import ResolvedRun
-    from can_train.config.settings import TrainingSettings
     from can_train.task import BatchTask
     from can_train.training.dry_run import Plans
     from can_train.training.sample_task import Task
@@ -21,7 +23,7 @@ _OTHERS: Final = ("submit", "trials", "show_config")
 
 def plan(
     task_or_line: "BatchTask | type[Task] | str | Sequence[str]",
-    targets: Sequence[str] = (),
+    targets: "Sequence[str | torch.device]" = (),
     *,
     training: "TrainingSettings | None" = None,
 ) -> "Plans":
@@ -33,7 +35,8 @@ def plan(
         task_or_line: A training line as it is typed, `"--task my_file.py:Digits --batch-size 64"`, or its words; or a
             task: a class, whose data are sampled, or an instance.
         targets: Names of GPUs (`"h100-80gb"`, `"a100_3g.40gb"`), memory of others (`"16GiB"`), simulated GPUs
-            (`"sim:2GiB"`). Without any: the devices that the line names, else the device here.
+            (`"sim:2GiB"`), devices here (`"cuda:0"`, or a `torch.device`). Without any: the devices that the line
+            names, else the device here.
         training: For a task: settings of its training; None: the defaults of its class.
 
     Returns:
@@ -45,10 +48,14 @@ def plan(
     """
     if isinstance(targets, str):
         raise ArgumentError("Targets are a list of names", value=repr(targets), remedy=f"Give [{targets!r}]")
+    check_kinds("a list of names", Iterable, 'Give targets=["t4", "16GiB"]', targets=targets)
+    from can_train.memory.meters import device_name
+
+    names = [device_name(target, '"t4", "16GiB" or "cuda:0"') for target in targets]
     if isinstance(task_or_line, str):
-        return _plan_line(shlex.split(task_or_line), targets, training)
+        return _plan_line(_words_of(task_or_line), names, training)
     if isinstance(task_or_line, Sequence):
-        return _plan_line([str(word) for word in task_or_line], targets, training)
+        return _plan_line([str(word) for word in task_or_line], names, training)
     from can_train.reporter import SilentReporter
     from can_train.task import BatchTask
     from can_train.training.dry_run import plans_of_task
@@ -57,7 +64,18 @@ def plan(
     if not issubclass(cls, BatchTask):
         remedy = 'Write class MyTask(can_train.Task), or a line, "--task my_file.py:MyTask"'
         raise ArgumentError("plan takes a training line, or a task", value=repr(task_or_line), remedy=remedy)
-    return plans_of_task(task_or_line, targets, training, SilentReporter())
+    if training is not None:
+        check_kinds("a TrainingSettings", TrainingSettings, "Give training=TrainingSettings(batch_size=64)",
+                    training=training)  # fmt: skip
+    return plans_of_task(task_or_line, names, training, SilentReporter())
+
+
+def _words_of(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise ArgumentError("A training line is split into words as a shell does it", value=f"{line!r:.80}: {error}",
+                            remedy="Close the quotes, or give the line's words in a list") from error  # fmt: skip
 
 
 def _plan_line(words: Sequence[str], targets: Sequence[str], training: Any) -> "Plans":

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from can_train.errors import ConfigError, DeviceError, nearest_first
+from can_train.errors import ArgumentError, ConfigError, DeviceError, nearest_first, shown
 from can_train.io.units import exact_size, parse_size
 from can_train.memory.allocator_settings import OWN_SETTINGS, SETTINGS_VARIABLES, read_allocator_settings
 from can_train.memory.catalogue import UsableMemory, gpu_key, recordable
@@ -481,9 +481,29 @@ def _open_simulated(text: str) -> SimulatedMeter:
     return meter
 
 
-def meter_of(meter: Meter | str | None, device: str) -> Meter:
-    """Returns a given meter as it is; opens the meter of a given name, or else of `device`."""
-    return meter if isinstance(meter, Meter) else open_meter(meter or device)
+def meter_of(meter: Meter | str | torch.device | None, device: str | torch.device) -> Meter:
+    """Returns a given meter as it is; opens the meter of a given device, or else of `device`.
+
+    Raises:
+        ArgumentError: It is no meter and no device.
+        DeviceError: The device cannot be used.
+    """
+    if isinstance(meter, Meter):
+        return meter
+    return open_meter(("" if meter is None else device_name(meter)) or device_name(device))
+
+
+def device_name(device: object, examples: str = '"auto", "cpu", "cuda:0" or "sim:2GiB"') -> str:
+    """Returns the name of a device, which a caller of the Python API gave by name or as a `torch.device`.
+    `examples` of names are in the message.
+
+    Raises:
+        ArgumentError: It is neither.
+    """
+    if not isinstance(device, str | torch.device):
+        raise ArgumentError("A device is its name, or a torch.device", value=shown(device),
+                            remedy=f"Give {examples}")  # fmt: skip
+    return str(device)
 
 
 @contextmanager
@@ -505,9 +525,14 @@ def simulated_gpu(memory: str, *resident: Resident) -> Iterator[SimulatedMeter]:
         The meter: `peak_bytes()`, `peak_reserved_bytes()`, `capacity_bytes`; to be given to `MicroBatcher`.
 
     Raises:
+        ArgumentError: The capacity is no text, or nothing that has tensors is resident.
         DeviceError: The capacity cannot be read.
     """
-    meter = _open_simulated(memory)
+    for holder in resident:
+        if not isinstance(holder, nn.Module | Optimizer | Iterable):
+            raise ArgumentError("Models, optimizers and lists of tensors are on a simulated GPU", value=shown(holder),
+                                remedy='Give the model: simulated_gpu("64MiB", model)')  # fmt: skip
+    meter = _open_simulated(device_name(memory, '"64MiB" or "sim:64MiB"'))
     with meter.active(tensors_of(resident)):
         yield meter
 

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Final
 
 import torch
 
-from can_train.errors import ArgumentError
+from can_train.errors import ArgumentError, check_kinds
 from can_train.memory.meters import Meter, Resident, meter_of, tensors_of
 
 INTERVAL: Final = 50  # steps from one measured step to the next; on the CPU, a measured step takes a fifth longer
@@ -16,6 +17,15 @@ WARMUP: Final = 20
 WINDOW_STEPS: Final = 50  # steps whose smallest reading counts: readings of single steps vary with their batches
 RISES: Final = 5  # windows in a row that must each lie above the one before
 LEAST_BYTES: Final = 2**20  # smallest total rise that is reported
+
+
+def check_steps(interval: object, warmup: object) -> None:
+    """Raises ArgumentError unless steps are measured at an interval, after a warm-up."""
+    check_kinds("a number of steps", Integral, f"Give interval={INTERVAL} and warmup={WARMUP}, or leave them out",
+                interval=interval, warmup=warmup)  # fmt: skip
+    for name, steps, least in (("interval", interval, 1), ("warmup", warmup, 0)):
+        if steps < least:  # type: ignore[operator]  # whole numbers
+            raise ArgumentError(f"{name} must be at least {least} step{'s' * (not least)}", value=f"{steps}")
 
 
 class MemoryMonitor:
@@ -37,8 +47,8 @@ class MemoryMonitor:
     warm-up, and every `interval` steps from there.
 
     Args:
-        device: As in `--device`: `auto`, `cpu`, `cuda[:i]`, `sim:<size>`.
-        meter: Meter of the device, or its name; None opens the meter of `device`.
+        device: As in `--device`: `auto`, `cpu`, `cuda[:i]`, `sim:<size>`; or a `torch.device`.
+        meter: Meter of the device, or the device; None opens the meter of `device`.
         interval: Steps from one measured step to the next.
         warmup: Steps before the first measured step.
         total_steps: Steps to come; None where unknown. If they are no more than the warm-up, the last step is measured.
@@ -48,16 +58,15 @@ class MemoryMonitor:
         self,
         device: str | torch.device = "auto",
         *,
-        meter: Meter | str | None = None,
+        meter: Meter | str | torch.device | None = None,
         interval: int = INTERVAL,
         warmup: int = WARMUP,
         total_steps: int | None = None,
     ) -> None:
-        if interval < 1:
-            raise ArgumentError("interval must be at least 1 step", value=f"{interval}")
-        if warmup < 0:
-            raise ArgumentError("warmup must be at least 0 steps", value=f"{warmup}")
-        self.meter = meter_of(meter, str(device))
+        check_steps(interval, warmup)
+        if total_steps is not None:
+            check_kinds("a number of steps", Integral, "Give their number, or leave it out", total_steps=total_steps)
+        self.meter = meter_of(meter, device)
         self._interval = interval
         self._first = warmup if total_steps is None else max(min(warmup, total_steps - 1), 0)
         self._steps = 0

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -53,7 +54,8 @@ def find_targets(run: ResolvedRun, names: Sequence[str], reporter: Reporter) -> 
     Args:
         run: The resolved run.
         names: Names of GPUs, in the spelling of the catalogue, a driver or a scheduler; the whole memory of a GPU that
-            the catalogue does not have, `16GiB`; simulated GPUs, `sim:2GiB`; several of a kind, `2xrtx-4090`.
+            the catalogue does not have, `16GiB`; simulated GPUs, `sim:2GiB`; devices here, `cuda:0`; several of a kind,
+            `2xrtx-4090`.
         reporter: Receives notices of measurements that cannot be read.
 
     Raises:
@@ -65,9 +67,12 @@ def find_targets(run: ResolvedRun, names: Sequence[str], reporter: Reporter) -> 
     return [*targets.values()] or [_device_target(run.device, reporter)]
 
 
+_HERE: Final = re.compile(r"auto|cpu|cuda(:\d+)?")  # names of devices of this machine
+
+
 def _named_target(run: ResolvedRun, name: str, reporter: Reporter) -> UsableMemory:
     count, one = catalogue.split_count(name)
-    if one.startswith("sim:"):
+    if one.startswith("sim:") or _HERE.fullmatch(one):
         return replace(_device_target(one, reporter), count=count)
     card = catalogue.target_card(one)
     constants = catalogue.read_gpu_constants(state_dir(run.paths), card.key, reporter)

@@ -21,10 +21,19 @@ from torch import nn
 from can_train.config.compose import prediction_run
 from can_train.config.resolved import FinishedModel, PathSettings, ResolvedRun, data_root, state_folder, with_folders_of
 from can_train.config.task_settings import load_object, load_task_settings, task_names
-from can_train.errors import CanTrainError, CheckpointError, ConfigError, DataError, RunError, TaskError
+from can_train.errors import (
+    CanTrainError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    RunError,
+    TaskError,
+    check_flags,
+    check_kinds,
+)
 from can_train.fit.packing import MicroBatchLimit
 from can_train.fit.precision import Precision, tf32
-from can_train.memory.meters import open_meter
+from can_train.memory.meters import device_name, open_meter
 from can_train.reporter import Reporter, SilentReporter
 from can_train.runs.registry import Registry
 from can_train.runs.status import find_run, known_runs
@@ -141,7 +150,7 @@ class LoadedModel(ABC):
 def load(  # noqa: PLR0913 - a person gives few of them
     run: str | os.PathLike[str],
     *,
-    device: str = "auto",
+    device: str | torch.device = "auto",
     weights: str = "",
     trust_code: bool = False,
     runs_dir: str | os.PathLike[str] = "runs",
@@ -155,7 +164,7 @@ def load(  # noqa: PLR0913 - a person gives few of them
 
     Args:
         run: Its folder, its id, any part of it that no other run has, or `last`.
-        device: Where it computes: auto, cpu, cuda[:i].
+        device: Where it computes: auto, cpu, cuda[:i], or a `torch.device`.
         weights: File of weights that `--keep N` wrote, as `epoch-10`; empty: the weights that the run ended with.
         trust_code: Whether the code that the run names may run, although it is not known to be the user's.
         runs_dir: Folder of run folders.
@@ -163,11 +172,19 @@ def load(  # noqa: PLR0913 - a person gives few of them
         data_root: Folder of published data sets; None: the run's.
 
     Raises:
+        ArgumentError: An argument has the wrong type.
         RunError: There is no such run.
         UntrustedCodeError: Another user may have chosen the run's code.
         CheckpointError: The run has not finished, or has no such file of weights.
         DoesNotFitError: There is no room for the model on the device.
     """
+    device = device_name(device)
+    folders = {"run": run, "runs_dir": runs_dir, "state_dir": state_dir, "data_root": data_root}
+    optional = ("state_dir", "data_root")
+    given = {name: path for name, path in folders.items() if path is not None or name not in optional}
+    check_kinds("a path", (str, os.PathLike), 'Give a text or a Path: load("last", runs_dir="runs")', **given)
+    check_kinds("the name of a file of weights", str, 'Give weights="epoch-10", or leave it out', weights=weights)
+    check_flags(trust_code=trust_code)
     state = state_folder(None if state_dir is None else Path(state_dir))
     # A folder needs no list of runs.
     runs = [] if Path(run).is_dir() else known_runs(Registry(state), Path(runs_dir))
