@@ -397,7 +397,7 @@ def errors_of_steps() -> Iterator[None]:
 def nearest_first(name: str, valid: Iterable[str]) -> list[str]:
     """Returns the valid names, those most like `name` first, the others after them in alphabetical order."""
     names = sorted(set(valid))
-    close = get_close_matches(name, names, n=len(names) or 1, cutoff=_SUGGESTION_CUTOFF)
+    close = get_close_matches(str(name), names, n=len(names) or 1, cutoff=_SUGGESTION_CUTOFF)
     return close + [other for other in names if other not in close]
 
 

@@ -1,5 +1,7 @@
 """What a loop of one's own may give to MicroBatcher, and what it is told otherwise."""
 
+import pickle
+from copy import copy, deepcopy
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from can_train.errors import ArgumentError
+from can_train.errors import ArgumentError, CanTrainError
 from can_train.fit.micro_batcher import Losses, MicroBatcher
 from can_train.fit.packing import SplitRules
 from can_train.memory.meters import SimulatedMeter
@@ -218,3 +220,99 @@ def test_a_mean_that_is_given_as_a_sum_is_told_at_the_first_split_batch(reductio
 def test_a_micro_batcher_of_no_module_is_refused_in_words(model: Any) -> None:
     with pytest.raises(ArgumentError, match=r"MicroBatcher computes the steps of a torch\.nn\.Module: (int|NoneType)"):
         MicroBatcher(model)
+
+
+def test_a_single_optimizer_stands_for_a_list_of_one() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for given in (optimizer, [optimizer], (optimizer,), iter([optimizer])):
+        made = MicroBatcher(model, meter="sim:64MiB", optimizers=given, fit="offload-optimizer")
+        assert made.ladder.rung.offload_optimizer
+
+
+class Coupled(torch.optim.SGD):
+    """Steps by the norm of all gradients, as no optimizer can that sees a part of the parameters."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, 0.01)
+        super().step(closure)
+
+
+def test_the_remedy_for_a_state_that_cannot_leave_is_not_what_was_given() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(ArgumentError, match=r"none is given\.\nGive optimizers=\[optimizer\] to MicroBatcher"):
+        MicroBatcher(model, fit="offload-optimizer")
+    with pytest.raises(ArgumentError, match=r"depends on other parameters\.\nGive fit='offload', or another"):
+        MicroBatcher(model, fit="offload-optimizer", optimizers=Coupled(model.parameters(), lr=0.1))
+
+
+WRONG: tuple[Any, ...] = (3, "x", True, [3], torch.ones(3), object())
+
+
+@pytest.mark.parametrize("name", ["meter", "limits", "rescue", "rules", "fit", "optimizers"])
+def test_a_wrong_argument_of_a_batcher_is_told(name: str) -> None:
+    for wrong in WRONG[name == "limits" :]:
+        with pytest.raises(CanTrainError, match=r"\n"):
+            MicroBatcher(nn.Linear(2, 1), **{name: wrong})
+
+
+@pytest.mark.parametrize("name", ["losses_of", "denominators", "weights", "scale"])
+def test_a_wrong_argument_of_a_batch_is_told_by_its_name(name: str) -> None:
+    made = batcher()
+    more: tuple[Any, ...] = () if name in ("losses_of", "scale") else ({"loss": "x"}, {"loss": torch.ones(2)})
+    for wrong in (*WRONG, *more):
+        with pytest.raises(ArgumentError, match=rf"{name} is a .*\nGive "):
+            made.run(**{"losses_of": lambda start, stop: losses(made, start, stop), "batch": 16, name: wrong})
+
+
+@pytest.mark.parametrize("own", [torch.ones(4), "4", None, True])
+def test_a_denominator_is_a_number(own: Any) -> None:
+    made = batcher()
+    with pytest.raises(ArgumentError, match=r"the denominator of 'loss' is .*\nA denominator is a number"):
+        made.run(lambda start, stop: {"loss": (losses(made, start, stop)["loss"][0], own)}, 4)
+
+
+def test_a_scale_that_returns_no_loss_is_told() -> None:
+    made = batcher()
+    with pytest.raises(ArgumentError, match="scale returns the loss that it was given, scaled: None"):
+        made.run(lambda start, stop: losses(made, start, stop), 16, scale=lambda loss: None)
+
+
+def test_other_functions_of_a_batcher_are_functions() -> None:
+    made = batcher()
+    for wrong in WRONG:
+        with pytest.raises(ArgumentError, match="compute is a function"):
+            made.evaluate(wrong, 4)
+        with pytest.raises(ArgumentError, match="on_oom is a function"):
+            made.watch(wrong)
+
+
+def test_a_state_of_something_else_changes_nothing() -> None:
+    made = batcher()
+    before = made.state_dict()
+    for wrong in (*WRONG, {}, None, {**before, "backoff": 3}, {**before, "trainable": None}):
+        with pytest.raises(ArgumentError, match=r"is what its state_dict\(\) returned"):
+            made.load_state_dict(wrong)
+    assert made.state_dict() == before
+    made.load_state_dict(before)
+
+
+def test_what_to_save_of_a_batcher_is_told() -> None:
+    made = MicroBatcher(nn.Linear(2, 1), meter="sim:64MiB")
+    for copied in (pickle.dumps, copy):
+        with pytest.raises(ArgumentError, match=r"Save batcher\.state_dict\(\)"):
+            copied(made)
+    made.run(lambda start, stop: losses(made, start, stop), 16)
+    with pytest.raises(ArgumentError, match=r"Save batcher\.state_dict\(\)"):
+        deepcopy(made)
+
+
+def test_a_copy_of_a_model_has_a_batcher_of_its_own() -> None:
+    model = nn.Linear(2, 1)
+    model.batcher = MicroBatcher(model)
+    copied = deepcopy(model)
+    assert copied.batcher._model is copied
+    copied.batcher.run(lambda start, stop: losses(copied.batcher, start, stop), 16)
+    assert model.weight.grad is None
+    assert copied.weight.grad is not None

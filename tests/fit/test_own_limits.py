@@ -126,10 +126,26 @@ def test_a_model_that_is_predicted_not_to_fit_is_told() -> None:
         MicroBatcher(model, meter="sim:1MiB", limits=found)
 
 
-@pytest.mark.parametrize("limits", [0, -1, True, 2.5, "8"])
-def test_a_limit_that_is_none_is_refused(limits: Any) -> None:
-    with pytest.raises(ArgumentError, match="A micro-batch holds at least one sample"):
+@pytest.mark.parametrize("limits", [0, -1, np.int64(0)])
+def test_a_limit_is_at_least_one_sample(limits: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"A micro-batch holds at least one sample: limits=.*\nGive limits=1"):
         MicroBatcher(wide(), limits=limits)
+
+
+@pytest.mark.parametrize("limits", [True, 2.5, "8", [8], {"samples": 8}, object()])
+def test_a_limit_that_is_none_is_refused(limits: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"limits bound a micro-batch: .*\nGive limits=64"):
+        MicroBatcher(wide(), limits=limits)
+
+
+def test_limits_are_whole_numbers_of_any_library() -> None:
+    model = wide()
+    assert MicroBatcher(model, limits=np.int64(4)).run(over(model), 8).micro_batches == (4, 4)
+    splits: list[Any] = [np.full(2, 4), torch.full((2,), 4), [np.int32(4)] * 2, iter((4, 4))]
+    for split in splits:
+        result = MicroBatcher(model, limits=lambda size, split=split: split).run(over(model), 8)
+        assert result.micro_batches == (4, 4)
+        assert {type(size) for size in result.micro_batches} == {int}
 
 
 def test_a_search_that_found_nothing_is_no_limit() -> None:
@@ -166,10 +182,14 @@ def test_a_part_of_ones_own_split_that_runs_out_of_memory_is_split_alone() -> No
     assert fails_above(8, (3, 16, 2, 12)) == (3, 8, 8, 2, 6, 6)
 
 
-@pytest.mark.parametrize("split", [(), (3,), (5, 5, 1), (11, -1), (10, 0), (5.0, 5.0)])
+@pytest.mark.parametrize(
+    "split",
+    [(), (3,), (5, 5, 1), (11, -1), (10, 0), (5.0, 5.0), 4, None, "ab", torch.tensor(10), np.full((2, 5), 1)],
+    ids=str,
+)
 def test_a_split_that_is_not_the_batch_is_refused(split: Any) -> None:
     model = wide()
-    with pytest.raises(ArgumentError, match="add up to the batch"):
+    with pytest.raises(ArgumentError, match=r"add up to the batch: [^\n]* of 10 samples\.\nReturn all sizes: limits="):
         MicroBatcher(model, limits=lambda size: split).run(over(model), 10)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import takewhile
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
@@ -18,9 +21,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from can_train.config.settings import CHOICES, check_choice
-from can_train.errors import ArgumentError
+from can_train.errors import ArgumentError, check_functions, check_kinds, shown
 from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
 from can_train.fit.cost_model import DeviceLimits
 from can_train.fit.offloaded_state import OffloadedState, keep_states, refusal_of
@@ -35,8 +39,6 @@ from can_train.memory.meters import Meter, meter_of, tensors_of
 from can_train.memory.out_of_memory import CatchOutOfMemory, forget_frames
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from can_train.fit.compiled import CompiledModel
     from can_train.fit.sharding import Shards
     from can_train.task import LogicalBatch
@@ -207,6 +209,14 @@ class _BatchLoss:
             return total / torch.where(denominator == 0, 1, denominator)
         return total / (denominator or 1.0)
 
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Applies the gradient scaler to a part's loss."""
+        scaled: Any = self.scale(loss)
+        if not isinstance(scaled, Tensor):
+            raise ArgumentError("scale returns the loss that it was given, scaled", value=shown(scaled),
+                                remedy="Give scale=scaler.scale of a torch.amp.GradScaler")  # fmt: skip
+        return scaled
+
     def weighted(self, means: Mapping[str, Tensor]) -> Tensor:
         """Returns the weighted sum of the terms' means."""
         parts = [mean if self.weights is None else self.weights[term] * mean for term, mean in means.items()]
@@ -311,7 +321,8 @@ class MicroBatcher:
 
     Args:
         model: Model whose parameters' gradients are accumulated.
-        meter: Meter of the device that the model is on, or its name, as in `--device`; None opens one.
+        meter: Meter of the device that the model is on, or the device: its name, as in `--device`, or a
+            `torch.device`; None opens one.
         limits: Limit of a micro-batch: a number of samples, or the result of `find_max_size` or `predict_peak`
             (costs are then the counts of each sample that the prediction was given); or a function that returns the
             sizes of the micro-batches of a batch of `size` samples. Without limits, nothing is cut before memory runs
@@ -320,12 +331,12 @@ class MicroBatcher:
         rules: How batches are cut, in place of rules that follow from `limits`.
         fit: How far a step goes to fit where a part of one sample runs out of memory, as in `--fit`: `auto`, `split`,
             `recompute`, `offload`, `offload-optimizer` or `offload-all`. The gradient is the same.
-        optimizers: Optimizers of the model, whose state may wait on the host between their steps.
+        optimizers: Optimizers of the model, or its one optimizer, whose state may wait on the host between their steps.
         shards: The model's shards on the ranks of a run; None: each rank has the whole model.
 
     Raises:
-        ArgumentError: The model has no parameters, lazy ones, or is wrapped by DDP or FSDP; hooks step as gradients
-            accumulate; or limits say nothing of a batch.
+        ArgumentError: An argument has the wrong type; the model has no parameters, lazy ones, or is wrapped by DDP or
+            FSDP; hooks step as gradients accumulate; or limits say nothing of a batch.
         DoesNotFitError: A prediction says that no sample fits.
 
     Attributes:
@@ -342,12 +353,12 @@ class MicroBatcher:
         self,
         model: nn.Module,
         *,
-        meter: Meter | str | None = None,
+        meter: Meter | str | torch.device | None = None,
         limits: DeviceLimits | PeakPrediction | SizeSearch | Split | int | None = None,
         rescue: RescueSettings | None = None,
         rules: SplitRules | None = None,
         fit: str = "auto",
-        optimizers: Sequence[Optimizer] = (),
+        optimizers: Sequence[Optimizer] | Optimizer = (),
         shards: Shards | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -355,14 +366,17 @@ class MicroBatcher:
                                 remedy="Give the model that is trained: MicroBatcher(model)")  # fmt: skip
         if shards is None and (refusal := unsplittable_because(model)) is not None:
             raise refusal
+        for kind, given in ((RescueSettings, {"rescue": rescue}), (SplitRules, {"rules": rules})):
+            if None not in given.values():
+                check_kinds(f"a {kind.__name__}", kind, f"Leave it out, or give {kind.__name__}()", **given)
         self._model = model
         self._parameters = list(model.parameters())
-        self._meter = meter_of(meter, str(self._parameters[0].device))
+        self._meter = meter_of(meter, self._parameters[0].device)
         self._settings = rescue or RescueSettings()
         # Only the ranks of a run share a model out.
         check_choice("fit", fit, [choice for choice in CHOICES["fit"] if choice != "shard"])
         self._states: list[OffloadedState] = []
-        self.ladder = Ladder(self._rungs(fit, optimizers))
+        self.ladder = Ladder(self._rungs(fit, _listed(optimizers)))
         self.use_rung: Callable[[Rung], bool] = self._keep_states
         self._rescue = Rescue(self._meter, self._settings, climb=self.climb)
         # Evaluation costs less a sample, so limits that training learned do not hold for evaluation.
@@ -389,7 +403,22 @@ class MicroBatcher:
         of_device = limits if isinstance(limits, DeviceLimits) else None
         self._split = limits if callable(limits) else None
         self._price = of_device.priced if of_device is not None and rules is None else _as_costs
-        self.set_limits(rules or _rules_of(limits), of_device)
+        self.set_limits(rules or rules_of(limits), of_device)
+
+    def __reduce__(self) -> Any:
+        raise ArgumentError(
+            "A MicroBatcher belongs to its model and its device, and cannot be copied or pickled alone",
+            value="copy or pickle", remedy="Save batcher.state_dict(), and load it into a new MicroBatcher(model)",
+        )  # fmt: skip
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MicroBatcher:
+        # A copy of a model that has a batcher among its attributes has one of its own.
+        made = memo[id(self)] = object.__new__(type(self))
+        try:
+            vars(made).update(deepcopy(vars(self), memo))
+        except TypeError:
+            self.__reduce__()
+        return made
 
     def _rungs(self, fit: str, optimizers: Sequence[Optimizer]) -> tuple[Rung, ...]:
         """Returns the rungs of somebody else's loop, and prepares its optimizers for them."""
@@ -398,9 +427,10 @@ class MicroBatcher:
             reason = next(filter(None, map(refusal_of, optimizers)), "")
             self._states = [] if reason else [OffloadedState(optimizer) for optimizer in optimizers]
         if names_state and not self._states:
+            give = "Give optimizers=[optimizer] to MicroBatcher, or fit='offload'"
             raise ArgumentError("The state of the optimizers that are given waits on the host",
                                 value=f"fit={fit!r}: {reason or 'none is given'}",
-                                remedy="Give optimizers=[optimizer] to MicroBatcher, or fit='offload'")  # fmt: skip
+                                remedy="Give fit='offload', or another optimizer" if reason else give)  # fmt: skip
         return rungs_of(self._model, fit, is_host=self._meter.is_host, state_can_leave=bool(self._states))
 
     def _keep_states(self, rung: Rung) -> bool:
@@ -505,6 +535,7 @@ class MicroBatcher:
         Sample 0 is the share's first, but `denominators` are the whole batch's: the gradients of all ranks add up to
         the batch's gradient. The caller adds them up once a batch, since ranks need not have as many parts.
         """
+        _check_call(losses_of, denominators, weights, scale)
         costs = self.costs_of(batch)
         if not len(costs) and self.shards is None:
             return BatchResult()
@@ -549,11 +580,7 @@ class MicroBatcher:
         limit = self.rules.limit_for(costs)
         if self._split is None:
             return limit
-        sizes = tuple(self._split(len(costs)))
-        if not all(isinstance(size, int) and size >= 1 for size in sizes) or sum(sizes) != len(costs):
-            rule = "A split is the sizes of the micro-batches, 1 or more each, which add up to the batch"
-            raise ArgumentError(rule, value=f"{sizes!r:.80} of {len(costs)} samples")
-        return replace(limit, planned=sizes)
+        return replace(limit, planned=_planned(self._split(len(costs)), len(costs)))
 
     def _compiler(self, part: Try) -> AbstractContextManager[None]:
         return nullcontext() if self.compiled is None else self.compiled.trying(part)
@@ -593,7 +620,7 @@ class MicroBatcher:
                 # Looking takes a twentieth of the host's time of a pass. Parts keep the device busy for longer.
                 may_be_new = self._trains_outside or stop - start < batch_loss.size
                 self._look_outside(loss, tuple(means), undo, may_be_new=may_be_new)
-                batch_loss.scale(loss).backward()
+                batch_loss.scaled(loss).backward()
                 if self.compiled is not None:
                     self.compiled.keep_gradients()
                 self._had_gradient = True
@@ -629,6 +656,7 @@ class MicroBatcher:
         """Computes something of samples `start:stop` without gradients, and returns the results of the parts in order.
         Without a limit, parts are as large as those in training.
         """
+        check_functions("lambda start, stop: model(x[start:stop])", compute=compute)
         costs, rescue = self.costs_of(batch) if self.shards else self._whole_batch(batch), self._evaluation
         together: Callable[[], AbstractContextManager[None]] = nullcontext
         if self.shards is not None:
@@ -713,6 +741,7 @@ class MicroBatcher:
 
     def watch(self, on_oom: Callable[[], object]) -> None:
         """Registers a function that is called after each out-of-memory of training, such as `MemoryMonitor.rescued`."""
+        check_functions("batcher.watch(monitor.rescued)", on_oom=on_oom)
         self._rescue.on_oom = on_oom
 
     @property
@@ -742,14 +771,24 @@ class MicroBatcher:
     def load_state_dict(self, state: Mapping[str, Any], *, same_device: bool = True) -> None:
         """Restores a state of `state_dict`, but for the ladder's; out-of-memories of another device limit nothing on
         this one.
+
+        Raises:
+            ArgumentError: It is no such state.
         """
-        self._rescue.backoff = Backoff(**state["backoff"]) if same_device else Backoff()
-        self._largest_planned = state["largest_planned"]
+        try:
+            backoff, planned, rescued = Backoff(**state["backoff"]), state["largest_planned"], state["ooms_rescued"]
+            trainable, other = list(state["trainable"]), state["other"]
+        except (KeyError, TypeError, IndexError) as error:
+            remedy = "Save batcher.state_dict() in the checkpoint, and load that"
+            rule = "The state of a MicroBatcher is what its state_dict() returned"
+            raise ArgumentError(rule, value=shown(state), remedy=remedy) from error
+        self._rescue.backoff = backoff if same_device else Backoff()
+        self._largest_planned = planned
         # Those that the limits belong to: the model may have been made with others, of an earlier epoch.
-        self._trainable = list(state["trainable"])
-        self._rescue.ooms_rescued = state["ooms_rescued"]
-        if self.other is not None and state["other"] is not None:
-            self.other.load_state_dict(state["other"], same_device=same_device)
+        self._trainable = trainable
+        self._rescue.ooms_rescued = rescued
+        if self.other is not None and other is not None:
+            self.other.load_state_dict(other, same_device=same_device)
 
     def go_on_with(self, model: nn.Module) -> None:
         """Computes with a whole model from now on, in place of its shards; its out-of-memories stay known."""
@@ -805,6 +844,27 @@ def _hooked_because(model: nn.Module) -> ArgumentError | None:
     )  # fmt: skip
 
 
+def _check_call(losses_of: Any, denominators: Any, weights: Any, scale: Any) -> None:
+    """Checks the kinds of the arguments that somebody else's loop gives for a batch."""
+    example = 'lambda start, stop: {"loss": (total(start, stop), stop - start)}'
+    check_functions(example, losses_of=losses_of)
+    check_functions("scale=scaler.scale of a torch.amp.GradScaler", scale=scale)
+    for name, numbers in (("denominators", denominators), ("weights", weights)):
+        if numbers is None:
+            continue
+        check_kinds(
+            "a number for each term", Mapping, f'Give {name}={{"loss": 1.0}}, or leave it out', **{name: numbers}
+        )
+        for term, number in numbers.items():
+            if not _is_number(number):
+                raise ArgumentError(f"{name} is a number for each term", value=f"{term!r} has {shown(number)}",
+                                    remedy=f'Give {name}={{"{term}": 1.0}}, or leave it out')  # fmt: skip
+
+
+def _is_number(value: object) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _check_losses(
     losses: Any, denominators: Mapping[str, float | Tensor] | None, weights: Mapping[str, float] | None
 ) -> Losses:
@@ -812,10 +872,13 @@ def _check_losses(
     pairs = losses.values() if isinstance(losses, Mapping) else ()
     if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ArgumentError(_LOSSES, value=f"{type(losses).__name__}")
-    for term, (total, _) in losses.items():
+    for term, (total, own) in losses.items():
         if not isinstance(total, Tensor) or total.dim():
             got = f"of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
             raise ArgumentError(_LOSSES, value=f"{term!r} is {got}", remedy="A sum is a tensor without dimensions")
+        if not _is_number(own) or (isinstance(own, Tensor) and own.dim()):
+            raise ArgumentError(_LOSSES, value=f"the denominator of {term!r} is {shown(own)}",
+                                remedy="A denominator is a number, or a tensor without dimensions")  # fmt: skip
     if weights is not None and not set(losses) <= set(weights):
         raise ArgumentError("Every term has a weight where any has", value=f"{sorted(set(losses) - set(weights))}")
     for term in losses:
@@ -833,14 +896,48 @@ def _as_costs(batch: Any) -> BatchCosts:
     return BatchCosts.of_samples(counts[:, 0])
 
 
-def _rules_of(limits: Any) -> SplitRules:
-    """Returns how batches are cut under limits that a loop gave."""
+def _listed(optimizers: Any) -> list[Optimizer]:
+    """Returns the optimizers that a loop gave: a list of them, or a single one."""
+    listed = (
+        [optimizers] if isinstance(optimizers, Optimizer) or not isinstance(optimizers, Iterable) else [*optimizers]
+    )
+    for optimizer in listed:
+        check_kinds("a list of optimizers", Optimizer, "Give optimizers=[optimizer]", optimizers=optimizer)
+    return listed
+
+
+def _planned(sizes: Any, samples: int) -> tuple[int, ...]:
+    """Reads the sizes that a function of the loop's own cut a batch into."""
+    planned: tuple[int, ...] = ()
+    # NumPy and PyTorch have whole numbers of their own; what is no list of whole numbers raises TypeError.
+    with suppress(TypeError):
+        planned = tuple(operator.index(size) for size in sizes)
+    if min(planned, default=0) < 1 or sum(planned) != samples:
+        rule = "A split is the sizes of the micro-batches, 1 or more each, which add up to the batch"
+        raise ArgumentError(rule, value=f"{shown(sizes)} of {samples} samples",
+                            remedy="Return all sizes: limits=lambda size: solve_accumulation(size, 64)")  # fmt: skip
+    return planned
+
+
+def rules_of(limits: Any) -> SplitRules:
+    """Returns how batches are cut under limits that a loop gave.
+
+    Raises:
+        ArgumentError: They are no limits.
+    """
     if isinstance(limits, DeviceLimits):
         tuned = limits.training.tuned_limit
         return SplitRules(safe_limit=tuned, tuned_limit=tuned)
     if limits is None or callable(limits):
         return SplitRules()
     samples = limits.size if isinstance(limits, SizeSearch) else limits
-    if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
-        raise ArgumentError("A micro-batch holds at least one sample", value=f"limits={limits!r:.80}")
-    return SplitRules(samples=samples)
+    if isinstance(samples, bool) or not isinstance(samples, Integral):
+        raise ArgumentError(
+            "limits bound a micro-batch: by samples, by a result of find_max_size or predict_peak, or by a function",
+            value=f"limits={shown(limits)}",
+            remedy="Give limits=64, or limits=lambda size: solve_accumulation(size, 64)",
+        )  # fmt: skip
+    if samples < 1:
+        raise ArgumentError("A micro-batch holds at least one sample", value=f"limits={shown(limits)}",
+                            remedy="Give limits=1 or more, or leave it out")  # fmt: skip
+    return SplitRules(samples=int(samples))
