@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.config.settings import TrainingSettings
-from can_train.errors import ArgumentError, ConfigError, TaskError
+from can_train.errors import ArgumentError, CanTrainError, ConfigError, TaskError
 from can_train.fit import recorded_limits
 from can_train.fit.cost_model import Spread
 from can_train.fit.explore import Explorer
@@ -268,6 +268,7 @@ class NeedsRate(torch.optim.SGD):
         ("torch.optim.Adam", torch.optim.Adam),
         ("NAdam", torch.optim.NAdam),
         ("sgd", lambda p: torch.optim.SGD(p, momentum=0.9)),
+        ("torch.optim.SGD", torch.optim.SGD),
         ("torch.optim.adagrad.Adagrad", torch.optim.Adagrad),
         ("lion.py:Lion", torch.optim.RMSprop),
         ("folder/lion.py:make", rmsprop),
@@ -292,6 +293,96 @@ def test_an_optimizer_is_given_by_its_name_its_class_or_a_function(
     assert not named.notices
 
 
+WRONG: tuple[Any, ...] = (3, "x", 2.5, [], {"a": 1}, torch.ones(3), torch.device("cpu"), object())
+ARGUMENTS = ("task_or_model", "loss_of", "optimizer", "training", "precision", "memory_format", "zero_grad",
+             "accumulation_steps", "keep_gradients", "compile", "target", "allocator")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_wrong_argument_of_a_prediction_is_told(name: str) -> None:
+    model = nn.Linear(8, 2)
+    good = {"task_or_model": model, "batch": 8, "loss_of": lambda rows: model(torch.ones(len(rows), 8)).sum()}
+    if name == "allocator":
+        good["target"] = "t4"
+    for wrong in WRONG[name == "accumulation_steps" :]:
+        with pytest.raises(CanTrainError, match=r"\n"):
+            predict_peak(**{**good, name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "message"),
+    [
+        (lambda computed: computed, r"a tensor of one number: a tensor of shape \(4, 2\)"),
+        (lambda computed: 3.0, "a tensor of one number: 3.0"),
+        (lambda computed: None, "a tensor of one number: None"),
+        (lambda computed: computed.sum().detach(), "has a gradient: it needs none"),
+    ],
+    ids=["several numbers", "float", "None", "detached"],
+)
+@pytest.mark.parametrize("target", [None, "t4"], ids=["on the CPU", "for a card"])
+def test_a_loss_without_a_gradient_is_told(loss_of: Any, message: str, target: str | None) -> None:
+    model = nn.Linear(8, 2)
+    with pytest.raises(ArgumentError, match=message):
+        predict_peak(model, 4, loss_of=lambda rows: loss_of(model(torch.ones(len(rows), 8))), target=target)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.ReLU(), "has parameters: ReLU"),
+        (nn.Sequential(nn.LazyLinear(3)), r"once the model has run: Sequential\.\nRun it on one sample before"),
+        (nn.Linear(8, 2).requires_grad_(False), r"frozen\.\nThaw some"),
+        (LineTask, "a model, or a task: .*an instance of a task"),
+    ],
+    ids=["no parameters", "lazy", "frozen", "class of a task"],
+)
+def test_a_model_that_cannot_be_trained_is_told(model: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=f"(?s){message}"):
+        predict_peak(model, 8, loss_of=lambda rows: model(torch.ones(len(rows), 8)).sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_a_precision_may_be_a_dtype(name: str, dtype: torch.dtype) -> None:
+    model = perceptron()
+    by_name, by_dtype = (of_target(model, 100, precision=precision) for precision in (name, dtype))
+    assert by_name.peak_bytes == by_dtype.peak_bytes
+
+
+def test_weights_of_64_bits_need_no_autocast() -> None:
+    model = nn.Linear(64, 64).double()
+    peaks = {
+        predict_peak(
+            model, 100, loss_of=lambda rows: model(torch.ones(len(rows), 64).double()).sum(), precision=precision
+        ).peak_bytes
+        for precision in ("fp32", "fp64", torch.float64)
+    }
+    assert len(peaks) == 1
+    for wrong in (torch.float64, torch.int8, torch.float8_e5m2):
+        with pytest.raises(ArgumentError, match="fp32, bf16, fp16; convert the weights"):
+            of_target(perceptron(), 10, precision=wrong)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"precision": "bf16"}, r"precision is a setting of its training: 'bf16'\.\nGive training=.*precision="),
+        ({"memory_format": torch.channels_last}, r"memory_format is a setting .*\n.*channels_last=True"),
+        ({"loss_of": lambda rows: 1}, "computes its loss by itself: .*\nLeave loss_of out"),
+        ({"training": {"precision": "bf16"}}, "training is a TrainingSettings"),
+    ],
+)
+def test_an_argument_that_a_task_would_ignore_is_refused(argument: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        predict_peak(LineTask(), 4, **argument)
+
+
+def test_the_settings_of_a_task_are_refused_for_a_model() -> None:
+    with pytest.raises(ArgumentError, match=r"A model has no settings of a training.*\nGive optimizer="):
+        of_target(perceptron(), 10, training=TrainingSettings(precision="bf16"))
+
+
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
@@ -301,6 +392,7 @@ def test_an_optimizer_is_given_by_its_name_its_class_or_a_function(
         ("no_such_file.py:Lion", r"(?s)no such file: .*optimizer='my_file.py:MyOptimizer'"),
         ("torch.nn.Linear", "torch.nn.Linear does not derive from torch.optim.Optimizer"),
         (3, "a name, a class, or a function that makes one from parameters: 3"),
+        (int, "derives from torch.optim.Optimizer: int"),
         (torch.optim.SGD([nn.Parameter(torch.zeros(1))]), r"a function .*: SGD \("),
     ],
     ids=str,
@@ -309,6 +401,11 @@ def test_what_is_no_optimizer_is_refused_with_what_to_give(optimizer: Any, messa
     with pytest.raises(ArgumentError, match=message) as caught:
         of_target(nn.Linear(64, 64), 4, optimizer=optimizer)
     assert "--optimizer" not in str(caught.value)
+
+
+def test_a_function_that_makes_no_optimizer_is_told() -> None:
+    with pytest.raises(ArgumentError, match=r"A function that makes an optimizer returns it: None\.\nGive "):
+        of_target(nn.Linear(64, 64), 4, optimizer=lambda parameters: None)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "adagrad"])
@@ -1054,7 +1151,11 @@ def test_the_allocator_of_a_callers_loop_has_the_settings_of_its_environment(
     assert from_environment.reserved_bytes == expanding.reserved_bytes
     assert from_environment.assumptions[0].endswith("from $PYTORCH_ALLOC_CONF")
     assert found(allocator="").reserved_bytes == plain.reserved_bytes
-    assert "future_setting:3" in found(allocator="future_setting:3").notices[0]
+    with pytest.raises(ArgumentError, match="Unknown setting of PyTorch's allocator: 'future_setting'"):
+        found(allocator="future_setting:3")
+    assert "backend:cudaMallocAsync" in found(allocator="backend:cudaMallocAsync").notices[0]
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "future_setting:3")
+    assert "future_setting:3" in found().notices[0]
 
 
 def test_the_launcher_predicts_with_the_settings_that_it_sets(

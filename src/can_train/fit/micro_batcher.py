@@ -820,15 +820,21 @@ def unsplittable_because(model: nn.Module) -> ArgumentError | None:
         return ArgumentError(rule, value="FSDP", remedy="Keep the whole model on each rank (docs/python.md)")
     if "SyncBatchNorm" in kinds and dist.is_initialized() and dist.get_world_size() > 1:
         return ArgumentError(rule, value="SyncBatchNorm", remedy="Take a norm that needs no other samples (GroupNorm)")
+    if (error := untrainable_because(model)) is not None:
+        return error
+    return _hooked_because(model)
+
+
+def untrainable_because(model: nn.Module) -> ArgumentError | None:
+    """Returns the error of a model that has no parameters, or not yet; None where it has them all."""
     if any(is_lazy(one) for one in (*model.parameters(), *model.buffers())):
         return ArgumentError(
             "Parameters of lazy modules are there once the model has run", value=type(model).__name__,
             remedy="Run it on one sample before",
         )  # fmt: skip
-    if (refusal := _hooked_because(model)) is not None:
-        return refusal
     if next(model.parameters(), None) is None:
-        return ArgumentError("A model to be trained has parameters", value=type(model).__name__)
+        return ArgumentError("A model to be trained has parameters", value=type(model).__name__,
+                             remedy="Give the model whose weights are trained")  # fmt: skip
     return None
 
 

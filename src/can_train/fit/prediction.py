@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from can_train.config.settings import TrainingSettings, is_code
 from can_train.config.task_settings import import_from, load_optimizer, locate_optimizer
-from can_train.errors import ArgumentError, ConfigError
+from can_train.errors import ArgumentError, ConfigError, check_flags, check_functions, check_kinds, shown
 from can_train.fit.compiled import SAVED_SHARE, compile_in_place, outermost_calls
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, SearchResult
 from can_train.fit.explore import (
@@ -40,6 +40,7 @@ from can_train.fit.explore import (
     weighted_loss,
 )
 from can_train.fit.low_bit_state import LowBitOptimizer
+from can_train.fit.micro_batcher import untrainable_because
 from can_train.fit.offloaded_state import OffloadedState
 from can_train.fit.optimizer import make_optimizer, only_trained, phase_parameters, phase_training
 from can_train.fit.optimizer_memory import measure_optimizer
@@ -65,6 +66,7 @@ from can_train.memory.allocator_settings import (
     OWN_SETTINGS,
     SETTINGS_VARIABLES,
     allocator_settings,
+    check_known,
     read_allocator_settings,
     settings_variable,
 )
@@ -81,6 +83,7 @@ from can_train.task import BatchTask, Feature, Phase
 # Samples of a uniform batch that probes choose from: they are all alike, and a batch may be larger than the data.
 _PROBED: Final = 256
 _PRECISIONS: Final = ("fp32", "bf16", "fp16")
+_OF_DTYPES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _HALF: Final = (torch.float16, torch.bfloat16)
 _GPU: Final = torch.device("cuda")
 _IMAGE_DIMS: Final = 4  # samples, channels, height and width
@@ -111,7 +114,7 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
     loss_of: LossOf | None = None,
     optimizer: str | MakeOptimizer | None = None,
     training: TrainingSettings | None = None,
-    precision: str = "fp32",
+    precision: str | torch.dtype = "fp32",
     memory_format: torch.memory_format = torch.preserve_format,
     zero_grad: str = "before",
     accumulation_steps: int = 1,
@@ -138,10 +141,12 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
         loss_of: For a model: computes the loss of the samples at some positions of `batch`.
         optimizer: For a model: a name as on the command line (`"adamw"`, `"torch.optim.NAdam"`, `"package.Lion"`), a
             class, or a function that makes it; None: AdamW. It is measured as it runs on a GPU, where most optimizers
-            update many parameters at once (`foreach`). `"sgd"` has a momentum of 0.9, as on the command line. The state
-            of bitsandbytes' optimizers is known by their names (`"paged_adamw_8bit"`, `"bitsandbytes.optim.Lion8bit"`).
+            update many parameters at once (`foreach`). `"sgd"` has a momentum of 0.9, as on the command line;
+            `"torch.optim.SGD"` has none, as the class. The state of bitsandbytes' optimizers is known by their names
+            (`"paged_adamw_8bit"`, `"bitsandbytes.optim.Lion8bit"`).
         training: For a task: precision, optimizer, format of images and `compile`; None: the defaults.
-        precision: For a model: `fp32`, or `bf16` or `fp16` (`amp-bf16`, `amp-fp16`) for autocast around `loss_of`.
+        precision: For a model: `fp32`, or `bf16` or `fp16` (`amp-bf16`, `amp-fp16`) for autocast around `loss_of`; or
+            the `torch.dtype`. A model whose weights have 64 bits is `fp64`.
         memory_format: For a model: format of the images that it is called with, `torch.channels_last`.
         zero_grad: For a model: whether its loop clears gradients `"before"` the forward pass of a step, or `"after"`
             it: then gradients of the step before are alive in the forward pass.
@@ -166,39 +171,36 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
         ConfigError: The catalogue has no such card.
         DoesNotFitError: Not even the probes fit on this machine.
     """
-    if allocator is not None and target is None:
-        raise ArgumentError("Settings of the allocator count for a card", value=f"allocator={allocator!r}",
-                            remedy="Give one, target='a100-80gb'")  # fmt: skip
+    check_flags(keep_gradients=keep_gradients, compile=compile)
+    card = _card(target, allocator)
     loop = _Loop(zero_grad=zero_grad, accumulation_steps=accumulation_steps, keep_gradients=keep_gradients)
     if not isinstance(task_or_model, nn.Module):
-        if optimizer is not None:
-            raise ArgumentError("A task's optimizer is a setting of its training", value=repr(optimizer),
-                                remedy='Give training=TrainingSettings(optimizer="sgd")')  # fmt: skip
+        check_kinds("a model, or a task", BatchTask, "Give a torch.nn.Module and loss_of=, or an instance of a task",
+                    task_or_model=task_or_model)  # fmt: skip
         if compile:
             raise ArgumentError("A task is compiled by a setting of its training", value="compile=True",
                                 remedy='Give training=TrainingSettings(compile="default")')  # fmt: skip
         if loop != _Loop():
             raise ArgumentError("A task is trained by can-train's loop", value=f"{loop}",
                                 remedy="Leave zero_grad, accumulation_steps and keep_gradients out")  # fmt: skip
-        chosen = training or TrainingSettings()
-        of_task = TaskStep(task=task_or_model, batch=batch, training=chosen)
-        if target is not None:
-            return _of_target(of_task, _card(target), allocator, OWN_SETTINGS)
+        _refuse_of_models(loss_of=loss_of, optimizer=optimizer, precision=precision, memory_format=memory_format)
+        of_task = TaskStep(task=task_or_model, batch=batch, training=_training_of(training))
+        if card is not None:
+            return _of_target(of_task, card, allocator, OWN_SETTINGS)
         return _widened(of_task.on_cpu()) if of_task.is_compiled else of_task.on_cpu()
-    if loss_of is None:
-        raise ArgumentError("A model's peak needs loss_of(rows), which computes the loss of some samples", value="None")
-    name = precision.removeprefix("amp-")
-    if name not in _PRECISIONS:
-        raise ArgumentError("A model's precision must be a precision of autocast", value=repr(precision),
-                            remedy=f"Valid: {', '.join(_PRECISIONS)}")  # fmt: skip
+    _check_model(task_or_model, training)
+    check_functions("loss_of=lambda rows: loss(model(x[rows]), y[rows])", loss_of=loss_of)
+    check_kinds("a format of images", torch.memory_format, "Give memory_format=torch.channels_last, or leave it out",
+                memory_format=memory_format)  # fmt: skip
     low_bit = LowBitOptimizer.named(optimizer, task_or_model) if isinstance(optimizer, str) else None
     has_compiled = any(_is_compiled(module) for module in task_or_model.modules())
     step = _Step(
-        model=task_or_model, batch=_counted(batch), loss_of=loss_of, precision=Precision.named(name),
+        model=task_or_model, batch=_counted(batch), loss_of=cast("LossOf", loss_of),
+        precision=_precision(precision, task_or_model),
         make=low_bit or _maker(optimizer), memory_format=memory_format, loop=loop, is_compiled=compile or has_compiled,
     )  # fmt: skip
-    if target is not None:
-        found = _of_target(step, _card(target), allocator, "")
+    if card is not None:
+        found = _of_target(step, card, allocator, "")
     else:
         # PyTorch would never compile again a module that was called in a dispatch mode.
         with torch.compiler.set_stance("force_eager") if has_compiled else nullcontext():
@@ -245,10 +247,71 @@ def _with_sparse(found: PeakPrediction, sparse_bytes: int) -> PeakPrediction:
     return replace(found, tensors=tensors, notices=(*found.notices, notice))
 
 
-def _card(target: str) -> Card:
+def _refuse_of_models(**arguments: Any) -> None:
+    """Raises ArgumentError where an argument is given for a task that only a model's prediction reads."""
+    defaults = {"precision": "fp32", "memory_format": torch.preserve_format}
+    settings = {"optimizer": 'optimizer="sgd"', "precision": 'precision="bf16"', "memory_format": "channels_last=True"}
+    for name, value in arguments.items():
+        if value is None or value is defaults.get(name) or (name, value) == ("precision", "fp32"):
+            continue
+        rule, remedy = (
+            f"A task's {name} is a setting of its training",
+            f"Give training=TrainingSettings({settings.get(name)})",
+        )
+        if name == "loss_of":
+            rule, remedy = "A task computes its loss by itself", "Leave loss_of out"
+        raise ArgumentError(rule, value=shown(value), remedy=remedy)
+
+
+def _training_of(training: object) -> TrainingSettings:
+    """Returns the settings of a task's training, which are the defaults where none are given."""
+    if training is None:
+        return TrainingSettings()
+    check_kinds(
+        "a TrainingSettings", TrainingSettings, 'Give training=TrainingSettings(precision="bf16")', training=training
+    )
+    return cast("TrainingSettings", training)
+
+
+def _check_model(model: nn.Module, training: object) -> None:
+    """Raises ArgumentError where a model cannot be trained, or is given the settings of a task."""
+    if training is not None:
+        raise ArgumentError("A model has no settings of a training", value=f"training={shown(training)}",
+                            remedy="Give optimizer=, precision=, memory_format= and compile=")  # fmt: skip
+    if (error := untrainable_because(model)) is not None:
+        raise error
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ArgumentError("A training step has parameters that are trained", value="all of them are frozen",
+                            remedy="Thaw some: model.requires_grad_()")  # fmt: skip
+
+
+def _precision(given: object, model: nn.Module) -> Precision:
+    """Returns the precision that a model of a caller's own is predicted in."""
+    text = _OF_DTYPES.get(given, "") if isinstance(given, torch.dtype) else given
+    name = text.removeprefix("amp-") if isinstance(text, str) else ""
+    if name == "fp64" and all(one.dtype == torch.float64 for one in model.parameters() if one.is_floating_point()):
+        # Its weights have the format already, and autocast has none.
+        name = "fp32"
+    if name not in _PRECISIONS:
+        more = "; convert the weights where they have another format: model.double()"
+        raise ArgumentError("A model's precision must be a precision of autocast", value=shown(given),
+                            remedy=f"Valid: {', '.join(_PRECISIONS)}{more}")  # fmt: skip
+    return Precision.named(name)
+
+
+def _card(target: object, allocator: object) -> Card | None:
+    """Returns the card that a step is predicted for; None: none is given. `allocator` has settings for it."""
+    if allocator is not None:
+        check_kinds("a text", str, "Give allocator='expandable_segments:True', or leave it out", allocator=allocator)
+        if target is None:
+            raise ArgumentError("Settings of the allocator count for a card", value=f"allocator={allocator!r}",
+                                remedy="Give one, target='a100-80gb'")  # fmt: skip
+    if target is None:
+        return None
+    check_kinds("the name of a card, or its memory", str, "Give target='a100-80gb' or target='16GiB'", target=target)
     with suppress(ConfigError):
-        return other_card(parse_size(target))
-    return find_card(target, by_memory="target='16GiB'")
+        return other_card(parse_size(cast("str", target)))
+    return find_card(cast("str", target), by_memory="target='16GiB'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +347,7 @@ class _Loop:
         computed = loss()
         if is_first and self.zero_grad == "after":
             self._clear(parameters)
+        _check_loss(computed)
         computed.backward()
 
     def _clear(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -304,6 +368,17 @@ class _Loop:
             f"Gradients are cleared before the forward pass; a loop that clears them after it (zero_grad='after'), "
             f"accumulates or keeps them takes up to {size} more"
         )
+
+
+def _check_loss(loss: object) -> None:
+    """Raises ArgumentError where there is no gradient of the loss that a caller's function computed."""
+    example = "Return the sum or the mean of the samples' losses, as model(x[rows]).square().mean()"
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else shown(loss)
+        raise ArgumentError("loss_of(rows) returns the loss, a tensor of one number", value=got, remedy=example)
+    if not loss.requires_grad:
+        raise ArgumentError("The loss that loss_of(rows) returns has a gradient", value="it needs none",
+                            remedy="Compute it from the model's parameters, and do not detach it")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -539,11 +614,17 @@ def _allocator(given: str | None, default: str) -> tuple[AllocatorSettings, str]
     environment = os.environ if given is None else {SETTINGS_VARIABLES[0]: given}
     try:
         settings = read_allocator_settings(environment, default)
+        if given is not None:
+            # PyTorch refuses a name that it does not know. Variables may be meant for a later PyTorch.
+            check_known(settings)
     except ConfigError as error:
         if given is None:
             raise
+        listed = f"{error.remedy}. " if error.rule.startswith("Unknown") else ""
         raise ArgumentError(
-            error.rule, value=error.value, remedy="Give allocator='expandable_segments:True', or '' for the defaults"
+            error.rule,
+            value=error.value,
+            remedy=f"{listed}Give allocator='expandable_segments:True', or '' for the defaults",
         ) from error
     text = allocator_settings(environment, default).strip()
     source = f"from ${variable}" if variable else "as given"
@@ -787,6 +868,9 @@ def _maker(optimizer: str | MakeOptimizer | None) -> MakeOptimizer:
             remedy="Give optimizer='adamw', optimizer=torch.optim.AdamW or optimizer=lambda parameters: ...",
         )  # fmt: skip
     if isinstance(make, type):
+        if not any(base is Optimizer for base in make.__mro__):
+            raise ArgumentError("The class of an optimizer derives from torch.optim.Optimizer", value=make.__name__,
+                                remedy="Give optimizer=torch.optim.AdamW, or a function of the parameters")  # fmt: skip
         lr = inspect.signature(make).parameters.get("lr")
         if lr is not None and lr.default is inspect.Parameter.empty:
             make = partial(make, lr=_ANY_LR)
@@ -799,6 +883,10 @@ def _named_maker(name: str) -> MakeOptimizer:
         import_from(folder)
         # PyTorch's own default for most optimizers is no decay, which takes less of some.
         training = TrainingSettings(optimizer=name, weight_decay=0.0)
+        of_torch = getattr(torch.optim, name.removeprefix("torch.optim."), None)
+        if name.startswith("torch.optim.") and isinstance(of_torch, type):
+            # The class as it is: only the name of the command line, `sgd`, has defaults of can-train's own.
+            return _maker(of_torch)
         if is_code(training.optimizer) and not isinstance(make := load_optimizer(training.optimizer), type):
             return _maker(make)
         named = partial(make_optimizer, training=training, lr=_ANY_LR, device=torch.device("cpu"))
@@ -812,12 +900,15 @@ def _named_maker(name: str) -> MakeOptimizer:
 
 def _as_on_a_gpu(make: MakeOptimizer) -> MakeOptimizer:
     def made(parameters: Sequence[nn.Parameter]) -> Optimizer:
-        optimizer = make(parameters)
+        optimizer: Any = make(parameters)
+        if not hasattr(optimizer, "param_groups"):
+            raise ArgumentError("A function that makes an optimizer returns it", value=shown(optimizer),
+                                remedy="Give optimizer=lambda parameters: torch.optim.AdamW(parameters)")  # fmt: skip
         for group in optimizer.param_groups:
             # PyTorch's own default for parameters on a GPU; on a CPU it is a loop, which takes less.
             if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
                 group["foreach"] = True
-        return optimizer
+        return cast("Optimizer", optimizer)
 
     return made
 

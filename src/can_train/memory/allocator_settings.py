@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Final, TypeVar
 
-from can_train.errors import ConfigError
+from can_train.errors import ConfigError, unknown_name
 from can_train.memory.simulated.allocator import INTERVALS, LARGE_PAGE_BYTES, AllocatorSettings
 
 # Variables with a user's allocator settings, in the order of torch 2.13: the first that is set wins, empty or not.
@@ -17,6 +17,10 @@ SETTINGS_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
 OWN_SETTINGS: Final = "expandable_segments:True"  # can-train's settings
 _MIB: Final = 2**20
 _LARGEST_MIB: Final = 2**40  # beyond any device; larger numbers say the same
+# Settings of PyTorch that no model of its allocator here follows.
+_UNREAD: Final = ("backend", "roundup_bypass_threshold_mb")
+_READ: Final = ("expandable_segments", "garbage_collection_threshold", "large_segment_size_mb", "max_split_size_mb",
+                "max_non_split_rounding_mb", "per_process_memory_fraction", "roundup_power2_divisions")  # fmt: skip
 # Settings of host memory, locks and CUDA graphs, which take nothing else of a GPU.
 _ELSEWHERE: Final = re.compile(
     r"pinned_\w+|release_lock_on_\w+|graph_capture_record_stream_reuse|throw_on_cudamalloc_oom"
@@ -76,6 +80,14 @@ def read_allocator_settings(
 def allocator_settings(environment: Mapping[str, str] = os.environ, default: str = OWN_SETTINGS) -> str:
     """Returns the user's allocator settings, or `default` (can-train's) where there are none."""
     return environment.get(settings_variable(environment), default)
+
+
+def check_known(settings: AllocatorSettings) -> None:
+    """Raises ConfigError where PyTorch has no setting of some name."""
+    for setting in settings.ignored:
+        name = setting.partition(":")[0]
+        if name not in _UNREAD:
+            raise unknown_name("setting of PyTorch's allocator", name, (*_READ, *_UNREAD))
 
 
 def settings_expand(settings: str) -> bool:
