@@ -529,3 +529,9 @@ def test_the_largest_typical_batch_can_be_shared_out(batch: BatchCosts, shares: 
 def test_more_devices_hold_a_larger_batch() -> None:
     sizes = [largest_typical_batch(BatchCosts.uniform(100), 7, upper=100, shares=shares) for shares in (1, 2, 4)]
     assert sizes == [7, 14, 28]
+
+
+@pytest.mark.parametrize("divisor", ["no", 1, None, object()])
+def test_a_divisor_is_asked_for_by_a_flag(divisor: Any) -> None:
+    with pytest.raises(ArgumentError, match="divisor is True or False"):
+        solve_accumulation(10, 3, divisor=divisor)

@@ -252,6 +252,46 @@ def test_readings_may_be_numbers_of_numpy() -> None:
     assert found.trials <= 6
 
 
+@pytest.mark.parametrize(
+    "reading", [np.float32, np.int64, np.asarray, torch.tensor, float], ids=lambda one: one.__name__
+)
+def test_a_reading_is_a_number_of_any_library(reading: Callable[[int], object]) -> None:
+    def trial(size: int) -> object:
+        if size > 6000:
+            raise MemoryError
+        return reading(size * 2**20)
+
+    found = find_max_size(trial, capacity=6000 * 2**20)
+    assert found == find_max_size(lambda size: trial(size) and size * 2**20, capacity=6000 * 2**20)
+    assert (found.size, found.trials) == (6000, 4)
+
+
+@pytest.mark.parametrize("nothing", [torch.ones(2), np.ones(1), "5", True, torch.tensor(True), {}, None])
+def test_what_is_no_number_is_no_reading(nothing: object) -> None:
+    blind = find_max_size(lambda size: None, upper=100)
+    assert find_max_size(lambda size: nothing, upper=100, capacity=2**30) == blind
+
+
+@pytest.mark.parametrize("capacity", [2**33, "8GiB", np.float64(2**33), np.int64(2**33), torch.tensor(2**33)], ids=repr)
+def test_a_capacity_is_a_number_of_bytes_or_a_size(capacity: Any) -> None:
+    assert find_max_size(lambda size: size * 2**20, upper=2**13, capacity=capacity).size == 2**13
+    assert find_max_size(lambda size: size * 2**21, upper=2**12, capacity=capacity).size == 2**12
+
+
+@pytest.mark.parametrize(
+    "capacity", [math.inf, -math.inf, math.nan, -1, 0, True, "8", "much", [8], torch.ones(2), object()]
+)
+def test_what_is_no_capacity_is_refused(capacity: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"A capacity is a positive number of bytes, or a size: .*\nGive capacity="):
+        find_max_size(lambda size: size, capacity=capacity)
+
+
+@pytest.mark.parametrize("trial", [None, 3, "trial", torch.ones(2)])
+def test_a_trial_is_a_function(trial: Any) -> None:
+    with pytest.raises(ArgumentError, match="trial is a function"):
+        find_max_size(trial)
+
+
 @pytest.mark.parametrize("arguments", [{"upper": 10.5}, {"upper": math.inf}, {"start": 2.5}, {"start": "8"}])
 def test_sizes_are_whole_numbers(arguments: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match="Sizes are whole numbers"):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from can_train.errors import ArgumentError
+from can_train.errors import ArgumentError, check_flags, shown
 from can_train.task import SAMPLES, Feature
 
 if TYPE_CHECKING:
@@ -50,7 +50,9 @@ def solve_accumulation(desired: int, limit: int, *, divisor: bool = False) -> tu
         ArgumentError: `desired` or `limit` is below 1, or not a whole number.
     """
     if not isinstance(desired, Integral) or not isinstance(limit, Integral):
-        raise ArgumentError("Numbers of samples are whole", value=f"desired {desired!r}, limit {limit!r}")
+        raise ArgumentError("Numbers of samples are whole", value=f"desired {shown(desired)}, limit {shown(limit)}",
+                            remedy="Give whole numbers: solve_accumulation(127, 64)")  # fmt: skip
+    check_flags(divisor=divisor)
     desired, limit = int(desired), int(limit)
     if desired < 1:
         raise ArgumentError("A logical batch has at least one sample", value=f"{desired}")

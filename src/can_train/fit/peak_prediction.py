@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Final
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from can_train.errors import ArgumentError, DoesNotFitError
+from can_train.errors import ArgumentError, DoesNotFitError, check_kinds
 from can_train.fit.cost_model import Spread
 from can_train.io.units import size_text
 from can_train.memory.catalogue import (
@@ -148,6 +149,7 @@ class PeakPrediction:
         """Tells whether the step surely fits into bytes that PyTorch's allocator may use; None where the features do
         not explain the memory.
         """
+        check_kinds("a number of bytes", Real, "Give found.fits(16 * 2**30)", capacity_bytes=capacity_bytes)
         return sum(term.most_bytes for term in self._in_allocator) <= capacity_bytes if self.explains else None
 
     def on_device(self, device_key: str, capacity_bytes: int, room_bytes: float) -> DeviceLimits:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from numbers import Integral, Real
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
-from can_train.errors import ArgumentError
+from can_train.errors import ArgumentError, ConfigError, check_functions, shown
 from can_train.fit.cost_model import EXPLAINED, CostModel, SearchResult, typical_totals
 from can_train.fit.packing import ROUNDING, BatchCosts
+from can_train.io.units import parse_size
 from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.out_of_memory import CatchOutOfMemory
 
@@ -93,7 +95,7 @@ def find_max_size(
     *,
     start: int = 8,
     upper: int = 2**20,
-    capacity: float | None = None,
+    capacity: float | str | None = None,
     confirm: int | None = None,
 ) -> SizeSearch:
     """Searches for the largest size that fits.
@@ -108,30 +110,50 @@ def find_max_size(
     twice in a row, or three times where memory ran out before.
 
     Args:
-        trial: Runs one size; raises an out-of-memory error where it does not fit, and may return its peak in bytes.
-            Any other error ends the search.
+        trial: Runs one size; raises an out-of-memory error where it does not fit, and may return its peak in bytes, a
+            number of any library. Any other error ends the search.
         start: First size to try; `upper` where it is larger.
         upper: Largest size to try.
-        capacity: Bytes that fit, in the unit of the readings; None ignores readings.
+        capacity: Bytes that fit, in the unit of the readings, or a size, `8GiB`; None ignores readings.
         confirm: Trials in a row that the size returned has fitted in, whatever they read. It costs `confirm` - 1 more
             trials, and up to `confirm` for each smaller size that is tried because a larger one failed. 1 takes the
             first size found; None recognises scatter as above.
 
     Raises:
-        ArgumentError: `start`, `upper`, `capacity` or `confirm` is too small to search.
+        ArgumentError: An argument has the wrong type, or is too small to search.
     """
+    check_functions("find_max_size(lambda size: train_step(size))", trial=trial)
     if not isinstance(start, Integral) or not isinstance(upper, Integral):
-        raise ArgumentError("Sizes are whole numbers", value=f"start {start!r}, upper {upper!r}")
+        raise ArgumentError("Sizes are whole numbers", value=f"start {shown(start)}, upper {shown(upper)}",
+                            remedy="Give start=8, upper=4096, or leave them out")  # fmt: skip
     if start < 1 or upper < 1:
-        raise ArgumentError("A search starts and ends at a size of at least 1", value=f"start {start}, upper {upper}")
-    if capacity is not None and not capacity > 0:
-        raise ArgumentError("A capacity is a positive number of bytes", value=f"{capacity}")
+        raise ArgumentError("A search starts and ends at a size of at least 1", value=f"start {start}, upper {upper}",
+                            remedy="Give start=1 and a larger upper, or leave them out")  # fmt: skip
     if confirm is not None and (not isinstance(confirm, Integral) or confirm < 1):
         remedy = "Give the trials in a row that a size must fit in: 1 takes the first size found"
         raise ArgumentError("A size is confirmed by at least 1 trial", value=f"confirm {confirm!r}", remedy=remedy)
-    search = _Search(trial, capacity, fails=int(upper) + 1, sees_scatter=confirm is None)
+    capacity_bytes = None if capacity is None else _bytes_of(capacity)
+    search = _Search(trial, capacity_bytes, fails=int(upper) + 1, sees_scatter=confirm is None)
     search.run(min(int(start), int(upper)))
     return SizeSearch(search.confirmed(confirm), search.trials, search.ooms)
+
+
+def _bytes_of(capacity: object) -> float:
+    """Reads a capacity: a number of bytes, or a size as text."""
+    with suppress(ConfigError):
+        number = _number(parse_size(capacity) if isinstance(capacity, str) else capacity)
+        if number is not None and 0 < number < math.inf:
+            return number
+    raise ArgumentError("A capacity is a positive number of bytes, or a size", value=shown(capacity),
+                        remedy='Give capacity=8 * 2**30 or capacity="8GiB", or leave it out')  # fmt: skip
+
+
+def _number(value: Any) -> float | None:
+    """Returns a number of Python, NumPy or PyTorch; None where it is none."""
+    if getattr(value, "ndim", None) == 0:
+        # An array or a tensor that holds a single number.
+        value = value.item()
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
 
 
 @dataclass
@@ -172,14 +194,14 @@ class _Search:
     def _try(self, size: int) -> tuple[bool, float | None]:
         """Runs a size; returns whether it fitted, and its reading if there is one."""
         self.trials += 1
-        result: Any = None
+        peak: float | None = None
         with CatchOutOfMemory() as caught:
             result = self.trial(size)
+            peak = None if self.capacity is None else _number(result)
         if caught.message:
             self.ooms += 1
             return False, None
-        is_number = self.capacity is not None and isinstance(result, Real) and not isinstance(result, bool)
-        return True, float(result) if is_number and 0 < float(result) < math.inf else None
+        return True, peak if peak is not None and 0 < peak < math.inf else None
 
     def confirmed(self, confirm: int | None) -> int:
         """Tries the size found again, and smaller ones where that fails, until one has fitted often enough."""
