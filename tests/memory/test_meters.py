@@ -49,8 +49,12 @@ def test_what_is_no_device_is_refused_in_words(device: Any) -> None:
             use(device)
 
 
-def test_what_has_no_tensors_is_not_on_a_simulated_gpu() -> None:
-    with pytest.raises(ArgumentError, match="Models, optimizers and lists of tensors"), simulated_gpu("64MiB", 3):
+@pytest.mark.parametrize("resident", [3, "model", {"weight": 1}, None])
+def test_what_has_no_tensors_is_not_on_a_simulated_gpu(resident: Any) -> None:
+    with (
+        pytest.raises(ArgumentError, match="Models, optimizers and lists of tensors"),
+        simulated_gpu("64MiB", resident),
+    ):
         pass
 
 

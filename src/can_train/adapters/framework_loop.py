@@ -6,7 +6,9 @@ Shapes: R samples, F features.
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -27,8 +29,18 @@ from torch.optim import Optimizer
 from can_train.adapters.part_values import ATTRIBUTE, Combination, Kinds, Part, SplitRefusedError, whole_and_parts
 from can_train.adapters.step_state import Attributes, StepState, versions_of
 from can_train.config.resolved import state_folder
-from can_train.config.settings import FactorSettings
-from can_train.errors import CanTrainError, DataError, DoesNotFitError, StateError
+from can_train.config.settings import CHOICES, FactorSettings, check_choice
+from can_train.errors import (
+    ArgumentError,
+    CanTrainError,
+    DataError,
+    DoesNotFitError,
+    StateError,
+    check_flags,
+    check_functions,
+    check_kinds,
+    shown,
+)
 from can_train.factors.observations import ALLOCATOR, Observation, Outcome, next_time
 from can_train.factors.observing import AttemptRecord, PlannedMemory, device_of, make_observation, write_observation
 from can_train.factors.policies import make_policy
@@ -39,7 +51,15 @@ from can_train.fit.cost_model import DeviceLimits, SearchResult
 from can_train.fit.engine import Engine
 from can_train.fit.explore import Search, SearchTime, Workload, find_limit
 from can_train.fit.factor_rule import UNUSED, Aim, FactorRule, RememberedLimit, RememberedLimits, SafetyFactor
-from can_train.fit.micro_batcher import BatchResult, Counts, Losses, MicroBatcher, Split, unsplittable_because
+from can_train.fit.micro_batcher import (
+    BatchResult,
+    Counts,
+    Losses,
+    MicroBatcher,
+    Split,
+    rules_of,
+    unsplittable_because,
+)
 from can_train.fit.observed_peaks import ObservedPeaks
 from can_train.fit.optimizer import state_bytes
 from can_train.fit.optimizer_memory import OptimizerMemory
@@ -51,7 +71,7 @@ from can_train.fit.search import SizeSearch
 from can_train.io.units import size_text
 from can_train.memory.allocator_settings import allocator_settings
 from can_train.memory.catalogue import predicted_room
-from can_train.memory.meters import Meter, meter_of, tensors_of
+from can_train.memory.meters import Meter, device_name, meter_of, tensors_of
 from can_train.memory.monitor import INTERVAL, MemoryMonitor
 from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
 from can_train.runs.run_folder import new_run_id
@@ -68,6 +88,8 @@ _BELOW_FAILED: Final = 0.95  # Share of a cost that ran out of memory that micro
 _FOREIGN_SHARE: Final = 0.01  # Share of the capacity that may be missing though no other process runs
 _LEAK_SHARE: Final = 0.1  # Share of the capacity by which the memory before a batch grows only through a leak
 _DRAWN: Final = 3.0  # Change of a gradient by a split, in changes by other random numbers, that may be such a change
+# How far the step of a framework's loop may go to fit. The optimizer's state leaves in loops of one's own alone.
+_FITS: Final = [fit for fit in CHOICES["fit"] if fit not in ("shard", "offload-optimizer", "offload-all")]
 _SAME_LIMIT: Final = 0.02  # Relative difference of limits that are not worth a change
 _UNLIMITED: Final = "limits that are not kept"  # Told once
 LESS: Final = "take an optimizer that keeps less state, a smaller model, or a larger device"
@@ -92,7 +114,7 @@ class LoopSettings:
     """How a framework's loop is made to fit.
 
     Attributes:
-        device: Meter of the device, or its name, as in `--device`; None: the model's.
+        device: Meter of the device, or the device: its name, as in `--device`, or a `torch.device`; None: the model's.
         limits: Limits of a micro-batch, as in `MicroBatcher`; None: limits follow from the first out-of-memory, and
             from earlier runs.
         select: Takes samples out of a collated batch: by a slice, or by their positions.
@@ -101,10 +123,15 @@ class LoopSettings:
         learn: Whether earlier runs are learned from, and this one is recorded.
         state_dir: State folder of the factor store; None: the user's own.
         search: Whether limits are searched for before the first step, with steps of a copy of the model.
-        fit: How far a step goes to fit where one sample runs out of memory, as in `MicroBatcher`.
+        fit: How far a step goes to fit where one sample runs out of memory, as in `MicroBatcher`; the state of the
+            framework's optimizer stays on the device.
+
+    Raises:
+        ArgumentError: An argument has the wrong type.
+        ConfigError: There is no such `fit`.
     """
 
-    device: Meter | str | None = None
+    device: Meter | str | torch.device | None = None
     limits: DeviceLimits | PeakPrediction | SizeSearch | Split | int | None = None
     select: Callable[[Any, Rows], Any] = select_samples
     counts: Callable[[Any], Counts] = sample_counts
@@ -113,6 +140,45 @@ class LoopSettings:
     state_dir: str | Path | None = None
     search: bool = False
     fit: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.device is not None and not isinstance(self.device, Meter):
+            device_name(self.device)
+        if not isinstance(self.limits, PeakPrediction):
+            rules_of(self.limits)
+        check_functions("select=lambda batch, rows: batch[rows]", select=self.select)
+        check_functions('counts=lambda batch: {"tokens": batch["lengths"]}', counts=self.counts)
+        check_kinds("a text", str, 'Give key="my_model", or leave it out', key=self.key)
+        check_flags(learn=self.learn, search=self.search)
+        if self.state_dir is not None:
+            check_kinds(
+                "a path", (str, os.PathLike), "Give a text or a Path, or leave it out", state_dir=self.state_dir
+            )
+        if self.fit in ("offload-optimizer", "offload-all"):
+            raise ArgumentError("A framework steps its optimizer itself, whose state stays on the device",
+                                value=f"fit={self.fit!r}", remedy="Give fit='offload', or leave it out")  # fmt: skip
+        check_choice("fit", self.fit, _FITS)
+
+    @classmethod
+    def given(cls, settings: object, call: str) -> LoopSettings:
+        """Returns the settings that a framework's loop was given, or the defaults where it was given None.
+
+        Args:
+            settings: The argument.
+            call: How the loop is given settings, with a place for them, for the message.
+
+        Raises:
+            ArgumentError: They are something else.
+        """
+        if settings is None or isinstance(settings, LoopSettings):
+            return settings or cls()
+        inside = ""
+        if isinstance(settings, str | torch.device):
+            inside = f"device={json.dumps(str(settings))}"
+        elif isinstance(settings, int) and not isinstance(settings, bool):
+            inside = f"limits={settings}"
+        raise ArgumentError("The settings of a loop are a LoopSettings", value=shown(settings),
+                            remedy=f"Give {call.format(f'LoopSettings({inside})')}")  # fmt: skip
 
 
 LossOf = Callable[[Part], tuple[Tensor, float | None]]
@@ -154,7 +220,7 @@ class FrameworkLoop:
 
     def __post_init__(self) -> None:
         parameters = list(self.model.parameters())
-        self.meter = meter_of(self.settings.device, str(parameters[0].device) if parameters else "cpu")
+        self.meter = meter_of(self.settings.device, parameters[0].device if parameters else "cpu")
         self.monitor = MemoryMonitor(meter=self.meter, warmup=1)
         self.peaks = ObservedPeaks()
         # A step that clears gradients clears them again when it is computed in parts.

@@ -11,6 +11,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from copy import deepcopy
 from functools import partial, wraps
 from importlib import import_module
+from numbers import Real
 from typing import Any, Final
 from weakref import ref
 
@@ -35,12 +36,13 @@ from can_train.adapters.lightning_steps import (
 )
 from can_train.adapters.part_values import Combination, Part
 from can_train.adapters.step_state import replaced
-from can_train.errors import CanTrainError, DoesNotFitError
+from can_train.errors import CanTrainError, DoesNotFitError, check_kinds
 from can_train.factors.observations import Outcome
 from can_train.factors.observing import outcome_of
 from can_train.fit.collate import leaves
 from can_train.fit.rescue import fatal_out_of_memory
-from can_train.memory.monitor import INTERVAL, WARMUP, MemoryMonitor
+from can_train.memory.meters import device_name
+from can_train.memory.monitor import INTERVAL, WARMUP, MemoryMonitor, check_steps
 
 # Two names of Lightning, whose classes are not interchangeable.
 _LIGHTNINGS: Final = ("lightning.pytorch", "pytorch_lightning")
@@ -90,6 +92,7 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
         loop: Computes the batches, during a training; None before and after.
 
     Raises:
+        ArgumentError: The settings are no `LoopSettings`.
         CanTrainError: Lightning is not installed.
         DoesNotFitError: Memory ran out in training, and the batch is not split.
     """
@@ -98,7 +101,7 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
         _check_installed("MicroBatchCallback", "MicroBatcher")
         super().__init__()
         self.loop: FrameworkLoop | None = None
-        self._settings = settings or LoopSettings()
+        self._settings = LoopSettings.given(settings, "MicroBatchCallback({})")
         self._patches = ExitStack()  # Gives the trainer its own functions back
         self._others: tuple[Any, ...] = ()  # Arguments of the step beside its batch
         self._backward_calls = 0  # Backward passes of the whole step that ran last
@@ -344,24 +347,34 @@ class MemoryMonitorCallback(_Callback):  # type: ignore[misc]  # depends on the 
     Args:
         interval: Batches from one measured batch to the next.
         warmup: Batches before the first measured one; in a shorter training the last one is measured.
-        device: `auto` (the trainer's), `cpu`, `cuda[:i]` or `sim:<size>`.
+        device: `auto` (the trainer's), `cpu`, `cuda[:i]` or `sim:<size>`; or a `torch.device`.
         safety_factor: The share of the limit that batches were chosen by.
 
     Attributes:
         monitor: Has the peaks, during training and after it; None before.
 
     Raises:
+        ArgumentError: An argument has the wrong type.
         CanTrainError: Lightning is not installed.
     """
 
     def __init__(
-        self, interval: int = INTERVAL, warmup: int = WARMUP, device: str = "auto", safety_factor: float | None = None
+        self,
+        interval: int = INTERVAL,
+        warmup: int = WARMUP,
+        device: str | torch.device = "auto",
+        safety_factor: float | None = None,
     ) -> None:
         _check_installed("MemoryMonitorCallback", "MemoryMonitor")
+        check_steps(interval, warmup)
+        if safety_factor is not None:
+            check_kinds(
+                "a share of the limit", Real, "Give safety_factor=0.5, or leave it out", safety_factor=safety_factor
+            )
         super().__init__()
         self.monitor: MemoryMonitor | None = None
         self._interval, self._warmup = interval, warmup
-        self._device, self._safety_factor = device, safety_factor
+        self._device, self._safety_factor = device_name(device), safety_factor
         self._batch = ExitStack()
         self._due = False
 

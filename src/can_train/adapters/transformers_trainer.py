@@ -101,9 +101,10 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
             )
 
     def __init__(self, *arguments: Any, loop_settings: LoopSettings | None = None, **options: Any) -> None:
+        # Before the Trainer, which takes its time.
+        self._loop_settings = LoopSettings.given(loop_settings, f"{type(self).__name__}(..., loop_settings={{}})")
         super().__init__(*arguments, **options)
         self.loop: FrameworkLoop | None = None
-        self._loop_settings = loop_settings or LoopSettings()
         self._closing: Any = None  # Undoes changes after a training or an evaluation, while there is one
         self._kinds: dict[Any, _BatchKind] = {}
         self._rows = TrainerRows(self, sample_counts)

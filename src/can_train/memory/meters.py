@@ -529,7 +529,7 @@ def simulated_gpu(memory: str, *resident: Resident) -> Iterator[SimulatedMeter]:
         DeviceError: The capacity cannot be read.
     """
     for holder in resident:
-        if not isinstance(holder, nn.Module | Optimizer | Iterable):
+        if not isinstance(holder, nn.Module | Optimizer | Iterable) or isinstance(holder, str | Mapping):
             raise ArgumentError("Models, optimizers and lists of tensors are on a simulated GPU", value=shown(holder),
                                 remedy='Give the model: simulated_gpu("64MiB", model)')  # fmt: skip
     meter = _open_simulated(device_name(memory, '"64MiB" or "sim:64MiB"'))
