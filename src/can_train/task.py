@@ -8,12 +8,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+
+from can_train.errors import check_kinds
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -38,6 +41,11 @@ class Feature:
     name: str
     padding: int = 0
     factors: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_kinds("the counted things", str, 'Give Feature("tokens", padding=1)', name=self.name)
+        check_kinds("a power of the padded length", Integral, 'Give Feature("tokens", padding=1)', padding=self.padding)
+        check_kinds("the names of features", tuple, 'Give factors=("words", "images")', factors=self.factors)
 
 
 SAMPLES: Final = Feature("samples")

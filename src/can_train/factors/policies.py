@@ -6,7 +6,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from typing import Any, Final, Literal, NamedTuple, Self
+
+from can_train.errors import check_kinds
 
 # --- The regression: peak = base + slope · used. Peaks are shares of the capacity, `used` is a share of the tuned
 # limit.
@@ -302,6 +305,18 @@ class FactorPoint:
     after_rescue: tuple[float, float] | None = None  # (used, peak) after a rescued out-of-memory
     reserved: float | None = None  # peak of reserved memory ÷ capacity; None where it says nothing of fragmentation
 
+    def __post_init__(self) -> None:
+        example = "Give FactorPoint(used=0.5, peak=0.62)"
+        optional = {name: getattr(self, name) for name in ("peak", "reserved") if getattr(self, name) is not None}
+        check_kinds("a share", Real, example, used=self.used, **optional)
+        if self.after_rescue is not None:
+            check_kinds(
+                "a pair of shares",
+                (tuple, list),
+                f"{example}, or after_rescue=(0.4, 0.6)",
+                after_rescue=self.after_rescue,
+            )
+
 
 AimLimit = Literal["target", "noise", "ceiling", "reserved", "maximum"]
 
@@ -327,6 +342,10 @@ class FactorPolicy(ABC):
     minimum: float = 0.05  # bounds of the factor
     maximum: float = 1.0
 
+    def __post_init__(self) -> None:
+        numbers = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "prior"}
+        check_kinds("a number", Real, f"Give a number, or leave it out: {type(self).__name__}(target=0.9)", **numbers)
+
     @abstractmethod
     def decide(self, history: Sequence[FactorPoint], *, first: float) -> Decision:
         """Returns the factor of the next run, in [minimum, maximum], and the peak that the policy works towards."""
@@ -341,11 +360,21 @@ class FactorPolicy(ABC):
         return self
 
     def next_factor(self, history: Sequence[FactorPoint], *, first: float) -> float:
-        """Returns the factor of the next run."""
+        """Returns the factor of the next run; raises ArgumentError where an argument has the wrong type."""
+        _check_history(history, first)
         return self.decide(history, first=first).factor
 
     def _bounded(self, factor: float) -> float:
         return min(max(factor, self.minimum), self.maximum)
+
+
+def _check_history(history: object, first: object) -> None:
+    check_kinds("a list of FactorPoint", Sequence, "Give history=[FactorPoint(used=0.5, peak=0.62)]", history=history)
+    for point in history:  # type: ignore[attr-defined]  # a sequence
+        check_kinds(
+            "a list of FactorPoint", FactorPoint, "Give history=[FactorPoint(used=0.5, peak=0.62)]", history=point
+        )
+    check_kinds("a factor", Real, "Give first=0.5", first=first)
 
 
 def recent_history(history: Sequence[FactorPoint], half_life: float = HALF_LIFE) -> Sequence[FactorPoint]:
@@ -417,7 +446,10 @@ class MomentumPolicy(FactorPolicy):
     learns_from: float = 0.9  # share of the factor that a run must have used to count
 
     def next_factor(self, history: Sequence[FactorPoint], *, first: float) -> float:
-        """Replays the history from the first run's factor; the result is in [minimum, maximum]."""
+        """Replays the history from the first run's factor; the result is in [minimum, maximum]. Raises ArgumentError
+        where an argument has the wrong type.
+        """
+        _check_history(history, first)
         factor = self._bounded(first)
         for point in history:
             if point.peak is None:

@@ -7,11 +7,12 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import exp
+from numbers import Real
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from can_train.config.resolved import ResolvedRun, state_dir, state_folder
-from can_train.errors import ArgumentError, ConfigError, StateError
+from can_train.errors import ArgumentError, ConfigError, StateError, check_kinds
 from can_train.factors import observations
 from can_train.factors.exchange import make_export, read_import
 from can_train.factors.observations import ALLOCATOR, ActiveEvents, Event, Observation, Records, read_records
@@ -110,6 +111,7 @@ class FactorStore:
         return summary.factor
 
     def _seen_last(self, key: str, device: str | None) -> FactorSummary:
+        _check_names(key, device)
         return max(find_summaries(self.records(), key, device), key=lambda summary: summary.last_seen)
 
     def get_stats(self, key: str, device: str | None = None) -> dict[str, Any]:
@@ -176,6 +178,8 @@ class FactorStore:
         Raises:
             StateError: The event cannot be written.
         """
+        if key is not None:
+            _check_names(key, None)
         return self._write_each("reset", device, key=key)
 
     def pin(self, key: str, value: float, device: str | None = None) -> Path:
@@ -191,6 +195,8 @@ class FactorStore:
             ArgumentError: The value is not in (0, 1].
             StateError: The event cannot be written.
         """
+        _check_names(key, device)
+        check_kinds("a share of the tuned limit", Real, "Give value=0.5 for half of it", value=value)
         if not 0 < value <= 1:
             remedy = "Give a share of the tuned limit: 0.5 is half of it"
             raise ArgumentError("The factor is not in (0, 1]", value=f"{value:g}", remedy=remedy)
@@ -202,6 +208,7 @@ class FactorStore:
         Raises:
             StateError: The event cannot be written.
         """
+        _check_names(key, device)
         return self._write_each("unpin", device, key=key)
 
     def import_file(self, file: Path) -> tuple[Path | None, list[str]]:
@@ -242,6 +249,7 @@ class FactorStore:
 
     def _write_each(self, kind: Literal["reset", "pin", "unpin"], device: str | None, **fields: Any) -> Path:
         """Writes an event for each kind of device that a name means; returns the last event's file."""
+        _check_names("", device)
         devices = [None] if device is None else devices_named(device, {summary.device for summary in self.records()})
         return [self._write(kind, device=name, **fields) for name in devices][-1]
 
@@ -256,8 +264,22 @@ def get_safety_factor_db(state_dir: str | Path | None = None, *, policy: FactorP
     Args:
         state_dir: State folder; None finds the user's own (`can_train.config.resolved.state_folder`).
         policy: How observations become the next factor; None means as each configuration's latest run had it.
+
+    Raises:
+        ArgumentError: An argument has the wrong type.
     """
+    if state_dir is not None:
+        check_kinds("a path", (str, os.PathLike), "Give a text or a Path, or leave it out", state_dir=state_dir)
+    if policy is not None:
+        check_kinds("a policy", FactorPolicy, "Give policy=AffinePolicy(), or leave it out", policy=policy)
     return FactorStore(state_folder(None if state_dir is None else Path(state_dir)), policy)
+
+
+def _check_names(key: object, device: object) -> None:
+    """Raises ArgumentError unless a configuration and a kind of device are named by texts; a device may be None."""
+    check_kinds("the key of a configuration", str, "Give it as a text; can-train factors lists the keys", key=key)
+    if device is not None:
+        check_kinds("the name of a kind of device", str, 'Give device="t4-16gb", or leave it out', device=device)
 
 
 def _earlier_search(runs: Sequence[Observation], active: ActiveEvents) -> EarlierSearch | None:

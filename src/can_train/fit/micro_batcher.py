@@ -706,7 +706,8 @@ class MicroBatcher:
     def _whole_batch(self, batch: Any) -> BatchCosts:
         costs = self.costs_of(batch)
         if len(costs) < 1:
-            raise ArgumentError("A logical batch has at least one sample", value="it has none")
+            raise ArgumentError("A logical batch has at least one sample", value="it has none",
+                                remedy="Leave empty batches out")  # fmt: skip
         return costs
 
     def stepped(self) -> None:
@@ -877,7 +878,8 @@ def _check_losses(
     """Checks the shape of the losses of somebody else's loop."""
     pairs = losses.values() if isinstance(losses, Mapping) else ()
     if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise ArgumentError(_LOSSES, value=f"{type(losses).__name__}")
+        raise ArgumentError(_LOSSES, value=shown(losses),
+                            remedy='Return {"loss": (total, stop - start)} of samples start:stop')  # fmt: skip
     for term, (total, own) in losses.items():
         if not isinstance(total, Tensor) or total.dim():
             got = f"of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
@@ -886,10 +888,12 @@ def _check_losses(
             raise ArgumentError(_LOSSES, value=f"the denominator of {term!r} is {shown(own)}",
                                 remedy="A denominator is a number, or a tensor without dimensions")  # fmt: skip
     if weights is not None and not set(losses) <= set(weights):
-        raise ArgumentError("Every term has a weight where any has", value=f"{sorted(set(losses) - set(weights))}")
+        raise ArgumentError("Every term has a weight where any has", value=f"{sorted(set(losses) - set(weights))}",
+                            remedy="Name it in weights, or leave weights out")  # fmt: skip
     for term in losses:
         if denominators is not None and term not in denominators:
-            raise ArgumentError("Every term has a denominator", value=f"{term!r} is not in {sorted(denominators)}")
+            raise ArgumentError("Every term has a denominator", value=f"{term!r} is not in {sorted(denominators)}",
+                                remedy="Name it in denominators, or leave denominators out")  # fmt: skip
     checked: Losses = losses
     return checked
 
@@ -898,7 +902,8 @@ def _as_costs(batch: Any) -> BatchCosts:
     """Prices the batch of somebody else's loop: a cost for each sample, or a number of samples."""
     _, counts = counts_of(batch)
     if isinstance(batch, Mapping) or np.ndim(batch) > 1:
-        raise ArgumentError("A batch is a number of samples, or a cost for each of them", value=f"{batch!r:.80}")
+        raise ArgumentError("A batch is a number of samples, or a cost for each of them", value=shown(batch),
+                            remedy="Give len(x), or a list of costs")  # fmt: skip
     return BatchCosts.of_samples(counts[:, 0])
 
 

@@ -55,9 +55,11 @@ def solve_accumulation(desired: int, limit: int, *, divisor: bool = False) -> tu
     check_flags(divisor=divisor)
     desired, limit = int(desired), int(limit)
     if desired < 1:
-        raise ArgumentError("A logical batch has at least one sample", value=f"{desired}")
+        raise ArgumentError("A logical batch has at least one sample", value=f"{desired}",
+                            remedy="Leave empty batches out")  # fmt: skip
     if limit < 1:
-        raise ArgumentError("A micro-batch must be allowed at least one sample", value=f"limit {limit}")
+        raise ArgumentError("A micro-batch must be allowed at least one sample", value=f"limit {limit}",
+                            remedy="Give limit=1 or more")  # fmt: skip
     count = -(-desired // limit)
     if divisor:
         # Divisors come in pairs, the smaller one at most the square root: a billion samples are solved at once.
@@ -115,7 +117,7 @@ def counts_of(batch: Any) -> tuple[list[Feature], NDArray[np.float64]]:
         named = [Feature(f"feature {column}") for column in range(given.shape[-1])] if given.ndim == 2 else []
     if given.ndim != 2 or not (np.isfinite(given) & (given >= 0)).all():
         rule = "A batch is a number of samples, or what each of them counts, finite and not negative"
-        raise ArgumentError(rule, value=f"{batch!r:.80}")
+        raise ArgumentError(rule, value=shown(batch), remedy="Give len(x), or the counts of each sample")
     return [*named, SAMPLES], np.column_stack([given, np.ones(len(given))])
 
 

@@ -920,11 +920,13 @@ def _counted(batch: Any) -> _Batch:
         return _Batch(counts=counts, features=features, totals=np.array([float(size)]))
     features, counts = counts_of(batch)
     if not len(counts):
-        raise ArgumentError("A batch has at least one sample", value=f"{batch!r:.80}")
+        raise ArgumentError("A batch has at least one sample", value=shown(batch),
+                            remedy="Give len(x), or counts for each sample")  # fmt: skip
     return _Batch(counts=counts, features=features, totals=batch_totals(features, counts))
 
 
 def _size(batch: Any) -> int:
     if not isinstance(batch, int | np.integer) or isinstance(batch, bool) or batch < 1:
-        raise ArgumentError("A batch is a number of samples, or counts for each of them", value=f"{batch!r:.80}")
+        raise ArgumentError("A batch is a number of samples, or counts for each of them", value=shown(batch),
+                            remedy="Give len(x), or counts for each sample")  # fmt: skip
     return int(batch)

@@ -25,7 +25,8 @@ def check_steps(interval: object, warmup: object) -> None:
                 interval=interval, warmup=warmup)  # fmt: skip
     for name, steps, least in (("interval", interval, 1), ("warmup", warmup, 0)):
         if steps < least:  # type: ignore[operator]  # whole numbers
-            raise ArgumentError(f"{name} must be at least {least} step{'s' * (not least)}", value=f"{steps}")
+            raise ArgumentError(f"{name} must be at least {least} step{'s' * (not least)}", value=f"{steps}",
+                                remedy=f"Give interval={INTERVAL} and warmup={WARMUP}, or leave them out")  # fmt: skip
 
 
 class MemoryMonitor:

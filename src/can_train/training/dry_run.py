@@ -18,7 +18,7 @@ from can_train.config.compose import from_plain
 from can_train.config.resolved import PathSettings, ResolvedRun, state_dir
 from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings
 from can_train.config.task_settings import TaskSettings, describe
-from can_train.errors import DOES_NOT_FIT, ConfigError, DoesNotFitError, errors_of_steps
+from can_train.errors import DOES_NOT_FIT, ConfigError, DoesNotFitError, check_kinds, errors_of_steps
 from can_train.factors.store import factor_rule, read_factor_rule
 from can_train.fit.explore import model_does_not_fit
 from can_train.fit.factor_rule import PROVISIONAL, FactorRule
@@ -520,6 +520,8 @@ def get_effective_safety_factor(config: ResolvedRun | Mapping[str, Any]) -> floa
     Raises:
         CanTrainError: The configuration, the device or the state folder is at fault; there is no silent fallback.
     """
+    check_kinds("a resolved run, or the values of its config.yaml", (ResolvedRun, Mapping),
+                "Read them: yaml.safe_load(Path(\"runs/RUN/config.yaml\").read_text())", config=config)  # fmt: skip
     run = config if isinstance(config, ResolvedRun) else from_plain(config)
     meter = meters.open_meter(run.device)
     rule = read_factor_rule(run, meter.key)
