@@ -1,13 +1,17 @@
 """What the loops of training frameworks may be given, and what they are told otherwise."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from can_train import CanTrainError, LoopSettings, MemoryMonitorCallback, MicroBatchCallback, MicroBatchTrainerMixin
+from can_train.adapters.framework_loop import FrameworkLoop
 from can_train.errors import ArgumentError
+from can_train.fit.packing import counts_of
 
 WRONG: tuple[Any, ...] = (3, 2.5, [3], torch.ones(3), object())
 FIELDS = ("device", "limits", "select", "counts", "key", "learn", "state_dir", "search", "fit")
@@ -71,3 +75,70 @@ def test_a_wrong_argument_of_the_monitors_callback_is_told(name: str) -> None:
     for wrong in ([3], "x" if name != "device" else 3, torch.ones(3), object()):
         with pytest.raises(ArgumentError, match=r"\nGive "):
             MemoryMonitorCallback(**{name: wrong})
+
+
+def model_of(width: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(width, 2).double()
+
+
+def mean_loss(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch[0]).square().mean()
+
+
+def gradient(model: nn.Module, batch: Any, loss_of: Callable[[nn.Module, Any], Tensor], **settings: Any) -> Tensor:
+    """Trains on a batch in a framework's loop, in parts where it must; returns the gradient."""
+    loop = FrameworkLoop(framework="own", model=model, optimizers=[],
+                         settings=LoopSettings(**{"learn": False, **settings}))  # fmt: skip
+
+    def whole() -> None:
+        loss_of(model, batch).backward()
+
+    loop.step(batch, whole, lambda: loop.run_parts(batch, lambda part: (loss_of(model, part.batch), None)) and None)
+    loop.close()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+
+BAGS = torch.randn(12, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(12)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        lambda batch: {"crops": [4.0] * batch[0].shape[1]},
+        lambda batch: {"crops": torch.full((batch[0].shape[0] * batch[0].shape[1],), 4)},
+        lambda batch: [1.0] * 11,
+    ],
+    ids=["a second dimension", "two dimensions", "one too few"],
+)
+@pytest.mark.parametrize("settings", [{"limits": 5}, {}], ids=["limits", "no limits"])
+def test_counts_of_other_samples_than_select_takes_are_refused(counts: Any, settings: dict[str, Any]) -> None:
+    number = len(counts_of(counts((BAGS, LABELS)))[1])
+    with pytest.raises(ArgumentError, match=rf"counts {number} samples .* finds 12\.\nReturn .* select= as well"):
+        gradient(model_of(), (BAGS, LABELS), mean_loss, counts=counts, **settings)
+
+
+@pytest.mark.parametrize("counts", [lambda batch: "many", lambda batch: None, lambda batch: {"a": [1], "b": [1, 2]}])
+def test_counts_that_are_none_are_refused(counts: Any) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"counts\(batch\) returns the counts of each sample, by name: .*\nGive Loop"
+    ):
+        gradient(model_of(), (BAGS, LABELS), mean_loss, counts=counts, limits=5)
+
+
+def test_counts_may_be_a_tensor_of_a_graph() -> None:
+    weights = torch.ones(12, requires_grad=True)
+    whole = gradient(model_of(), (BAGS, LABELS), mean_loss)
+    cut = gradient(model_of(), (BAGS, LABELS), mean_loss, limits=5, counts=lambda batch: {"crops": weights * 2})
+    torch.testing.assert_close(cut, whole, rtol=0, atol=1e-14)
+
+
+def test_with_a_select_of_ones_own_the_counts_define_the_samples() -> None:
+    def select(batch: Any, rows: Any) -> Any:
+        return batch[0][:, rows], batch[1]
+
+    whole = gradient(model_of(), (BAGS, LABELS), mean_loss)
+    cut = gradient(model_of(), (BAGS, LABELS), mean_loss, limits=2, select=select,
+                   counts=lambda batch: {"crops": np.full(batch[0].shape[1], 12)})  # fmt: skip
+    torch.testing.assert_close(cut, whole, rtol=0, atol=1e-14)

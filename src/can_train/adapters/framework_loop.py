@@ -203,6 +203,8 @@ class FrameworkLoop:
         clears: Whether a step may clear gradients at any time: they are not held then, so that their memory is free.
         compares: Whether the first batch that is split is compared with the whole; if not, the adapter does it.
         refused: Why batches are not split, as a clause; empty: they are.
+        samples_of: Returns the number of samples that the default `select` sees in a batch; None: `select` is the
+            user's own, and the counts define the samples.
     """
 
     framework: str
@@ -217,8 +219,11 @@ class FrameworkLoop:
     clears: bool = False
     compares: bool = True
     refused: str = ""
+    samples_of: Callable[[Any], int] | None = None
 
     def __post_init__(self) -> None:
+        if self.settings.select is select_samples:
+            self.samples_of = samples_in
         parameters = list(self.model.parameters())
         self.meter = meter_of(self.settings.device, parameters[0].device if parameters else "cpu")
         self.monitor = MemoryMonitor(meter=self.meter, warmup=1)
@@ -356,7 +361,7 @@ class FrameworkLoop:
         """
         engine = self.engine
         assert engine is not None, "a batch that is refused is not computed in parts"
-        costs = self._costs(self.settings.counts(batch))
+        costs = self._costs(self._counts(batch))
         parts = _Parts(self, lambda start, stop: self._part(batch, start, stop, len(costs)), loss_of, costs)
         parameters = list(self.model.parameters())
         # Shares are known once all parts are: the gradient is corrected before earlier batches' is added.
@@ -400,7 +405,7 @@ class FrameworkLoop:
         """
         engine = self.engine
         assert engine is not None, "a batch that is refused is not computed in parts"
-        costs = self._costs(self.settings.counts(batch))
+        costs = self._costs(self._counts(batch))
         states = _PartStates(self.state, len(costs))
 
         def computed(start: int, stop: int) -> tuple[Part, T]:
@@ -489,10 +494,31 @@ class FrameworkLoop:
     def _counted(self, batch: Any) -> Counts | None:
         """Returns the counts of a batch's samples; None where nobody knows its samples."""
         try:
-            return self.settings.counts(batch)
+            return self._counts(batch)
         except (DataError, AttributeError, TypeError, IndexError):
             # Counts of the user's own may know training batches only.
             return None
+
+    def _counts(self, batch: Any) -> Counts:
+        """Returns the counts of a batch's samples; raises ArgumentError where they are of other samples than those that
+        the default `select` takes: other rows would be trained on.
+        """
+        counts = self.settings.counts(batch)
+        if self.settings.counts is sample_counts:
+            return counts
+        example = 'counts=lambda batch: {"tokens": batch["lengths"]}'
+        try:
+            counted = len(counts_of(counts)[1])
+        except ArgumentError as error:
+            raise ArgumentError("counts(batch) returns the counts of each sample, by name", value=error.value,
+                                remedy=f"Give LoopSettings({example})") from error  # fmt: skip
+        if self.samples_of is not None and counted != (samples := self.samples_of(batch)):
+            raise ArgumentError(
+                f"counts(batch) counts {counted} samples of a batch in which select finds {samples}",
+                remedy="Return a count for each sample, by the first dimension of the batch; or give select= as well: "
+                       "LoopSettings(select=lambda batch, rows: ..., counts=...)",
+            )  # fmt: skip
+        return counts
 
     def _costs(self, counts: Counts) -> BatchCosts:
         """Prices a batch by the counts of its samples."""
@@ -757,7 +783,7 @@ class FrameworkLoop:
         """Searches for limits with steps of a copy of the model, and says where that cannot be done."""
         if self.search_loss is None:
             return
-        counts = self.settings.counts(batch)
+        counts = self._counts(batch)
         after = StepState(self.model, self.meter.device, self.objects)
         after.read()
         try:

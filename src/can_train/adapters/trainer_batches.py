@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from can_train.errors import ArgumentError, DataError
-from can_train.fit.collate import Rows, leaves, select_samples
+from can_train.fit.collate import Rows, leaves, samples_in, select_samples
 from can_train.fit.micro_batcher import Counts, unsplittable_because
 
 # Views that TRL's collators and trainers stack, by the names of their classes: R rows of the chosen answers, and below
@@ -90,6 +90,11 @@ class TrainerRows:
             return self.counts_of_rows(batch)
         samples = self._stacked_samples(batch, views)
         return {"numbers": np.full(samples, sum(leaf.numel() for leaf in leaves(batch)) / samples)}
+
+    def samples(self, batch: Any) -> int:
+        """Returns the number of samples of a batch, as `select` takes them; raises DataError where nobody knows."""
+        views = self.views(batch)
+        return samples_in(batch) if views == 1 else self._stacked_samples(batch, views)
 
     def select(self, batch: Any, rows: Rows) -> Any:
         """Returns the batch of some samples, with all their views."""

@@ -327,7 +327,9 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
             losses = modules_of(getattr(self, "loss", None))
             settings = self._loop_settings
+            samples_of = None
             if settings.select is select_samples:
+                samples_of = self._rows.samples
                 counts = self._rows.counts if settings.counts is sample_counts else settings.counts
                 settings = replace(settings, select=self._rows.select, counts=counts)
             key = settings.key or f"transformers_{type(self.model).__name__}".lower()
@@ -336,6 +338,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
                 model=_trained_module(self.model, optimizer),
                 optimizers=[] if optimizer is None else [optimizer],
                 settings=replace(settings, key=key),
+                samples_of=samples_of,
                 notice=lambda text: _LOG.info("%s", text) if self.is_world_process_zero() else None,
                 objects=lambda: losses,
                 search_loss=self._search_loss,

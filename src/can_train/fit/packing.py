@@ -103,22 +103,27 @@ def counts_of(batch: Any) -> tuple[list[Feature], NDArray[np.float64]]:
     (['tokens', 'samples'], [[2.0, 1.0], [5.0, 1.0]])
     """
     named, given = [], np.empty(0)
-    if isinstance(batch, Mapping):
-        columns = [np.asarray(column, dtype=np.float64).ravel() for column in batch.values()]
-        given = np.stack(columns, axis=1) if len({len(column) for column in columns}) == 1 else given
-        named = [name if isinstance(name, Feature) else Feature(name) for name in batch]
-    elif np.ndim(batch) == 0:
-        # Of numbers and of tensors with one; others raise TypeError.
-        with suppress(TypeError):
+    # Of anything that is no table of numbers.
+    with suppress(TypeError, ValueError):
+        if isinstance(batch, Mapping):
+            named = [name if isinstance(name, Feature) else Feature(name) for name in batch]
+            columns = [_numbers(column).ravel() for column in batch.values()]
+            given = np.stack(columns, axis=1) if len({len(column) for column in columns}) == 1 else given
+        elif getattr(batch, "ndim", None) == 0 or np.ndim(batch) == 0:
             given = np.empty((max(operator.index(batch), 0), 0))
-    elif not isinstance(batch, str):
-        given = np.asarray(batch, dtype=np.float64)
-        given = given[:, None] if given.ndim == 1 else given
-        named = [Feature(f"feature {column}") for column in range(given.shape[-1])] if given.ndim == 2 else []
+        elif not isinstance(batch, str):
+            given = _numbers(batch)
+            given = given[:, None] if given.ndim == 1 else given
+            named = [Feature(f"feature {column}") for column in range(given.shape[-1])] if given.ndim == 2 else []
     if given.ndim != 2 or not (np.isfinite(given) & (given >= 0)).all():
         rule = "A batch is a number of samples, or what each of them counts, finite and not negative"
         raise ArgumentError(rule, value=shown(batch), remedy="Give len(x), or the counts of each sample")
     return [*named, SAMPLES], np.column_stack([given, np.ones(len(given))])
+
+
+def _numbers(counts: Any) -> NDArray[np.float64]:
+    """Returns counts as an array; they may be a tensor on a GPU, or one that belongs to a graph."""
+    return np.asarray(counts.detach().cpu() if hasattr(counts, "detach") else counts, dtype=np.float64)
 
 
 def packing_order(features: Sequence[Feature], counts: NDArray[np.float64]) -> NDArray[np.int64]:
