@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from can_train import CanTrainError, LoopSettings, MemoryMonitorCallback, MicroBatchCallback, MicroBatchTrainerMixin
 from can_train.adapters.framework_loop import FrameworkLoop
-from can_train.errors import ArgumentError
+from can_train.errors import ArgumentError, DoesNotFitError
 from can_train.fit.packing import counts_of
 
 WRONG: tuple[Any, ...] = (3, 2.5, [3], torch.ones(3), object())
@@ -142,3 +142,73 @@ def test_with_a_select_of_ones_own_the_counts_define_the_samples() -> None:
     cut = gradient(model_of(), (BAGS, LABELS), mean_loss, limits=2, select=select,
                    counts=lambda batch: {"crops": np.full(batch[0].shape[1], 12)})  # fmt: skip
     torch.testing.assert_close(cut, whole, rtol=0, atol=1e-14)
+
+
+def full(samples: int) -> Callable[[nn.Module, Any], Tensor]:
+    """A step that runs out of memory with more samples."""
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        x = batch[0]
+        if isinstance(x, list | tuple):
+            x = torch.stack([*x])
+        elif x.is_nested or x.layout is not torch.strided:
+            x = (torch.nested.to_padded_tensor(x, 0.0) if x.is_nested else x).to_dense()
+        if len(x) > samples:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        return model(x).square().mean()
+
+    return loss_of
+
+
+ROWS = torch.randn(40, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.to_sparse(),
+        lambda x: x.to_sparse_csr(),
+        lambda x: torch.nested.nested_tensor([*x[:, None]], layout=torch.jagged),
+        lambda x: x[:-1],
+    ],
+    ids=["COO", "CSR", "nested", "other rows"],
+)
+@pytest.mark.parametrize("settings", [{}, {"limits": 16}], ids=["no limits", "limits"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state", "ignore:The PyTorch API of nested")
+def test_a_batch_whose_samples_nobody_knows_is_refused_only_where_it_must_be_split(
+    make: Callable[[Tensor], Any], settings: dict[str, Any]
+) -> None:
+    batch = make(ROWS), torch.arange(40)
+    assert gradient(model_of(), batch, full(40), **settings).isfinite().all()
+    with pytest.raises(DoesNotFitError, match=r"no common rows \(.*\nGive LoopSettings\(select=..., counts=...\)"):
+        gradient(model_of(), batch, full(20), **settings)
+
+
+@pytest.mark.parametrize("make", [list, tuple], ids=["lists", "tuples"])
+def test_lists_of_samples_are_split_by_samples(make: Callable[[Tensor], Any]) -> None:
+    batch = [make(ROWS), make(torch.arange(40))]
+    whole = gradient(model_of(), batch, full(40))
+    torch.testing.assert_close(gradient(model_of(), batch, full(20)), whole, rtol=0, atol=1e-14)
+
+
+class Unsliceable(Tensor):
+    """A tensor whose rows cannot be taken out."""
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        raise NotImplementedError("not of this class")
+
+
+def test_an_error_of_the_default_select_is_the_reason_of_a_refusal() -> None:
+    batch = ROWS.as_subclass(Unsliceable), torch.arange(40)
+    with (
+        pytest.warns(UserWarning, match="Batches are not split: its samples cannot be taken out"),
+        pytest.raises(DoesNotFitError, match=r"(?s)taken out \(NotImplementedError: not of this class\).*select="),
+    ):
+        gradient(model_of(), batch, full(20))
+
+
+def test_counts_that_fail_are_the_reason_of_a_refusal() -> None:
+    with pytest.raises(DoesNotFitError, match=r"counts\(batch\) failed \(KeyError: 'lengths'\).*\nGive LoopSettings"):
+        gradient(model_of(), (ROWS, torch.arange(40)), full(20), counts=lambda batch: {"a": {}["lengths"]})
+    with pytest.raises(DoesNotFitError, match=r"counts\(batch\) failed \(.*\nMend the counts of LoopSettings"):
+        gradient(model_of(), (ROWS,), full(20), select=lambda batch, rows: batch, counts=lambda batch: batch[1])

@@ -33,7 +33,7 @@ REFUSED = {
     "loaders_in_a_dict": ("its rows come from 2 loaders", "Cut its batches with MicroBatcher"),
     "loaders_in_a_list": ("its rows come from 2 loaders", "Cut its batches with MicroBatcher"),
     "dataloader_iter": ("its training_step fetches it by itself", "Cut its batches with MicroBatcher"),
-    "batches_without_tensors": ("its tensors have no common rows", "Take a smaller batch, or recompute activations"),
+    "batches_without_tensors": ("its tensors have no common rows", "LoopSettings(select=..., counts=...)"),
     "module_without_parameters": ("its model has no parameters", "Take a smaller batch"),
 }
 # Scripts whose training differs once it is split: words of the warning.

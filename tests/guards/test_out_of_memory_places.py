@@ -48,6 +48,7 @@ TRIALS = {
 }
 LOOKS = {
     "adapters/framework_loop.py FrameworkLoop._end_whole": "restores what a step of another framework has changed",
+    "adapters/framework_loop.py FrameworkLoop._part": "lets it pass an except clause for errors of other kinds",
     "adapters/framework_loop.py _Parts._computed": "lets it pass an except clause for errors of other kinds",
     "adapters/lightning_sizes.py _copied": "lets it pass an except clause for errors of other kinds",
     "adapters/trainer_state.py undone": "restores the attributes of a Trainer",

@@ -46,7 +46,7 @@ from can_train.factors.observing import AttemptRecord, PlannedMemory, device_of,
 from can_train.factors.policies import make_policy
 from can_train.factors.store import FactorStore, rule_after
 from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, change_by_draws
-from can_train.fit.collate import Rows, leaves, samples_in, select_samples
+from can_train.fit.collate import Rows, leaves, numbers_in, samples_in, select_samples
 from can_train.fit.cost_model import DeviceLimits, SearchResult
 from can_train.fit.engine import Engine
 from can_train.fit.explore import Search, SearchTime, Workload, find_limit
@@ -94,6 +94,10 @@ _SAME_LIMIT: Final = 0.02  # Relative difference of limits that are not worth a 
 _UNLIMITED: Final = "limits that are not kept"  # Told once
 LESS: Final = "take an optimizer that keeps less state, a smaller model, or a larger device"
 _SMALLER: Final = "Take a smaller batch, or recompute activations in the backward pass (torch.utils.checkpoint)"
+_OWN_FUNCTIONS: Final = (
+    "Give LoopSettings(select=..., counts=...): select(batch, rows) takes samples out of a batch, and counts(batch) "
+    f"counts them. Or {_SMALLER[0].lower()}{_SMALLER[1:]}"
+)
 
 T = TypeVar("T")
 
@@ -105,8 +109,7 @@ def sample_counts(batch: Any) -> Counts:
     if hasattr(batch, "num_graphs"):
         edges = torch.bincount(batch.batch[batch.edge_index[0]], minlength=batch.num_graphs)
         return {"nodes": torch.bincount(batch.batch, minlength=batch.num_graphs).cpu(), "edges": edges.cpu()}
-    samples = samples_in(batch)
-    return {"numbers": np.full(samples, sum(leaf.numel() for leaf in leaves(batch)) / samples)}
+    return {"numbers": numbers_in(batch)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +247,7 @@ class FrameworkLoop:
         self._stages: set[str] = set()  # Of evaluation whose values' kinds are known
         self._split_batches = 0  # That were trained
         self._not_undone = ""  # Why a step cannot be undone, as a clause
+        self._uncounted = ""  # Why nobody knows the samples of the batch that was counted last, as a clause
         self.told: set[str] = set()  # Warnings of the adapter that were given
         self.kinds = Kinds()  # Of values that the comparison has computed whole and in parts
         state_dir = self.settings.state_dir
@@ -495,9 +499,12 @@ class FrameworkLoop:
         """Returns the counts of a batch's samples; None where nobody knows its samples."""
         try:
             return self._counts(batch)
-        except (DataError, AttributeError, TypeError, IndexError):
+        except DataError as error:
+            self._uncounted = f"its tensors have no common rows ({error.value})"
+        except (AttributeError, TypeError, IndexError, KeyError) as error:
             # Counts of the user's own may know training batches only.
-            return None
+            self._uncounted = f"counts(batch) failed ({type(error).__name__}: {error})"
+        return None
 
     def _counts(self, batch: Any) -> Counts:
         """Returns the counts of a batch's samples; raises ArgumentError where they are of other samples than those that
@@ -611,8 +618,11 @@ class FrameworkLoop:
 
     def _refusal(self, message: str, not_undone: str = "", *, is_known: bool = True) -> DoesNotFitError:
         """Makes the error of a batch that does not fit and is not split."""
-        because = self.refused or ("its model has lazy parameters" if is_known else "its tensors have no common rows")
-        rule, remedy = f"Memory ran out for a batch that is not split: {because}", self.remedy if self.refused else ""
+        because, remedy = self.refused or "its model has lazy parameters", self.remedy if self.refused else ""
+        if not is_known and not self.refused:
+            because, is_own = self._uncounted, self.samples_of is None and self.settings.counts is not sample_counts
+            remedy = f"Mend the counts of LoopSettings. {_SMALLER}" if is_own else _OWN_FUNCTIONS
+        rule = f"Memory ran out for a batch that is not split: {because}"
         if not_undone:
             rule = f"Memory ran out in a step that cannot be undone: {not_undone}"
         return DoesNotFitError(rule, value=f"the device said: {message}", remedy=remedy or _SMALLER)
@@ -647,7 +657,16 @@ class FrameworkLoop:
 
     def _part(self, batch: Any, start: int, stop: int, samples: int) -> Part:
         whole = stop - start == samples
-        selected = batch if whole else self.settings.select(batch, slice(start, stop))
+        try:
+            selected = batch if whole else self.settings.select(batch, slice(start, stop))
+        except Exception as error:
+            if self.samples_of is None or is_out_of_memory(error):
+                raise
+            # A class of tensors or containers that the default function does not know.
+            reason = (
+                f"its samples cannot be taken out ({type(error).__name__}: {str(error).partition(chr(10))[0]:.100})"
+            )
+            raise self.refuse(reason, _OWN_FUNCTIONS) from error
         return Part(batch=selected, start=start, stop=stop, samples=samples)
 
     def _is_compared(self) -> bool:

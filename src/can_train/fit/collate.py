@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -199,22 +200,38 @@ def _with_parts(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 Rows = slice | NDArray[np.int64]  # of a batch: which samples
 
+# A list of few tensors holds columns, each with a row for each sample, as PyTorch's default collation makes lists of:
+# two images of each sample, token IDs and their mask. A long list holds samples.
+_FEW: Final = 4
+_MOST_COLUMNS: Final = 32
+_SHOWN_SIZES: Final = 5  # sizes that an error lists
+_OWN_SELECT: Final = "Give functions of your own that know them: LoopSettings(select=..., counts=...)"
+
 
 def samples_in(batch: Any) -> int:
-    """Returns the number of samples of a collated batch: the first dimension that its tensors have in common.
+    """Returns the number of samples of a collated batch: the first dimension that its tensors have in common, or the
+    length of its lists, where these hold a tensor for each sample.
+
+    >>> x, y = torch.zeros(50, 3), torch.zeros(50)
+    >>> samples_in((x, y)), samples_in((list(x), list(y))), samples_in({"x": x, "sizes": list(y)})
+    (50, 50, 50)
 
     Raises:
-        DataError: They have none, or different ones.
+        DataError: They have none, or different ones; or a tensor has no rows that could be taken out.
     """
-    if hasattr(batch, "num_graphs"):
-        return int(batch.num_graphs)
-    sizes = {len(leaf) for leaf in leaves(batch) if leaf.dim()}
-    if len(sizes) != 1:
-        found = (
-            f"tensors of {', '.join(map(str, sorted(sizes)))}" if sizes else f"no tensor in a {type(batch).__name__}"
-        )
-        raise DataError("The tensors of a batch have a row for each sample", value=found, remedy=_OWN_SELECT)
-    return sizes.pop()
+    return int(batch.num_graphs) if hasattr(batch, "num_graphs") else _read(batch)[0]
+
+
+def numbers_in(batch: Any) -> NDArray[np.float64]:
+    """Returns [R], the numbers that the tensors of a batch hold for each of its samples; raises as `samples_in`."""
+    samples, is_listed = _read(batch)
+    each, shared = np.zeros(samples), 0
+    for column in _columns(batch, is_listed):
+        if isinstance(column, Tensor):
+            shared += column.numel()
+        else:
+            each += [sum(leaf.numel() for leaf in leaves(sample)) for sample in column]
+    return each + shared / samples
 
 
 def select_samples(batch: Any, rows: Rows) -> Any:
@@ -226,23 +243,106 @@ def select_samples(batch: Any, rows: Rows) -> Any:
     """
     if hasattr(batch, "num_graphs"):
         return type(batch).from_data_list(batch.index_select(rows))
-    return _select(batch, rows, samples_in(batch))
+    samples, is_listed = _read(batch)
+    if is_listed and _is_long(batch):
+        return _taken(batch, rows)
+    return _select(batch, rows, samples, is_listed)
 
 
-_OWN_SELECT: Final = "Give a function of your own that takes samples out of a batch (select=)"
+def _read(batch: Any) -> tuple[int, bool]:
+    """Returns the number of samples of a batch, and whether its lists hold a tensor for each sample."""
+    by_column = {len(column) for column in _columns(batch, False) if column.dim()}
+    lengths = [len(column) for column in _columns(batch, True) if not isinstance(column, Tensor) or column.dim()]
+    has_lists, has_long, has_numbers = _lists_of(batch)
+    # Several columns that agree show that lists hold samples; a long list shows it alone.
+    can_be_listed = has_lists and len(set(lengths)) == 1 and (len(lengths) > 1 or has_long)
+    # No column is a single number.
+    if can_be_listed and (len(by_column) != 1 or has_long or has_numbers):
+        return lengths[0], True
+    if len(by_column) == 1 and can_be_listed and lengths[0] > _FEW:
+        raise DataError("A list of tensors holds samples, or columns with a row for each of them",
+                        value=f"a list of {lengths[0]} may hold either", remedy=_OWN_SELECT)  # fmt: skip
+    if len(by_column) != 1:
+        sizes = sorted(by_column | set(lengths))
+        listed = ", ".join(map(str, sizes[:_SHOWN_SIZES])) + (", …" if len(sizes) > _SHOWN_SIZES else "")
+        found = f"tensors of {listed}" if sizes else f"no tensor in a {type(batch).__name__}"
+        raise DataError("The tensors of a batch have a row for each sample", value=found, remedy=_OWN_SELECT)
+    return by_column.pop(), False
 
 
-def _select(value: Any, rows: Rows, samples: int) -> Any:
+def _columns(batch: Any, is_listed: bool) -> Iterator[Any]:
+    """Yields the tensors of a batch, in whose first dimension its samples are; with `is_listed`, lists that hold a
+    tensor for each sample in place of these.
+    """
+
+    def of(value: Any, is_batch: bool = False) -> Iterator[Any]:
+        if is_listed and _is_list(value) and (_is_long(value) or not is_batch):
+            yield value
+        elif isinstance(value, Tensor | np.ndarray):
+            yield from map(_with_rows, leaves(value))
+        else:
+            for member in _members(value):
+                yield from of(member)
+
+    return of(batch, is_batch=True)
+
+
+def _lists_of(batch: Any) -> tuple[bool, bool, bool]:
+    """Tells whether a batch has lists that may hold samples, a long one among them, and one with single numbers."""
+    lists = [column for column in _columns(batch, True) if not isinstance(column, Tensor)]
+    numbers = (isinstance(member, Tensor) and not member.dim() for column in lists for member in column)
+    return bool(lists), any(map(_is_long, lists)), any(numbers)
+
+
+def _members(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, tuple | list):
+        yield from value
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from (getattr(value, one.name) for one in fields(value))
+
+
+def _is_list(value: Any) -> bool:
+    """Tells whether a value is a list that holds tensors alone, or containers of them."""
+    return isinstance(value, tuple | list) and not hasattr(value, "_fields") and bool(value) and all(
+        any(True for _ in leaves(member)) for member in value)  # fmt: skip
+
+
+def _is_long(value: Any) -> bool:
+    """Tells whether a list has too many tensors for columns. Samples have one type; columns and labels may differ."""
+    if not isinstance(value, tuple | list) or len(value) <= _MOST_COLUMNS or not _is_list(value):
+        return False
+    return len({member.dtype for member in value if isinstance(member, Tensor)}) <= 1
+
+
+def _with_rows(tensor: Tensor) -> Tensor:
+    """Returns a tensor of a batch; raises DataError where its rows cannot be taken out."""
+    kind = "nested" if tensor.is_nested else "" if tensor.layout is torch.strided else str(tensor.layout)
+    if kind:
+        raise DataError("Rows are taken out of dense tensors", value=f"a tensor is {kind.removeprefix('torch.')}",
+                        remedy=_OWN_SELECT)  # fmt: skip
+    return tensor
+
+
+def _taken(values: Any, rows: Rows) -> Any:
+    """Returns some members of a list or tuple."""
+    return values[rows] if isinstance(rows, slice) else type(values)(values[row] for row in rows)
+
+
+def _select(value: Any, rows: Rows, samples: int, is_listed: bool, *, is_batch: bool = True) -> Any:
+    select = partial(_select, rows=rows, samples=samples, is_listed=is_listed, is_batch=False)
     if isinstance(value, Tensor | np.ndarray):
         return value[rows] if value.ndim else value
     if isinstance(value, Mapping):
         # Of the same class where that takes a dict (transformers' BatchEncoding does).
-        return type(value)({name: _select(one, rows, samples) for name, one in value.items()})  # type: ignore[call-arg]
-    if isinstance(value, list) and len(value) == samples and not any(True for _ in leaves(value)):
-        return value[rows] if isinstance(rows, slice) else [value[row] for row in rows]
+        return type(value)({name: select(one) for name, one in value.items()})  # type: ignore[call-arg]
+    is_column = is_listed and not is_batch and _is_list(value)
+    if is_column or (isinstance(value, list) and len(value) == samples and not any(True for _ in leaves(value))):
+        return _taken(value, rows)
     if isinstance(value, tuple | list):
-        members = [_select(one, rows, samples) for one in value]
+        members = [select(one) for one in value]
         return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{one.name: _select(getattr(value, one.name), rows, samples) for one in fields(value)})
+        return replace(value, **{one.name: select(getattr(value, one.name)) for one in fields(value)})
     return value

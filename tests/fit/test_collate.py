@@ -1,0 +1,122 @@
+"""Which samples a collated batch has, and the batch of some of them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from can_train.errors import DataError
+from can_train.fit.collate import leaves, numbers_in, samples_in, select_samples
+
+N = 50
+X, Y = torch.arange(N * 3.0).reshape(N, 3), torch.arange(N)
+RAGGED = [torch.full((1 + number % 4,), float(number)) for number in range(N)]
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+def listed(*tensors: Tensor) -> list[list[Tensor]]:
+    return [list(tensor) for tensor in tensors]
+
+
+BATCHES: dict[str, Any] = {
+    "columns": (X, Y),
+    "columns by name": {"x": X, "y": Y, "scale": 2.0, "names": ["a"] * N},
+    "columns of columns": [[X, X], [Y, Y]],
+    "columns and numbers of the batch": {"x": X, "weights": [torch.tensor(0.1), torch.tensor(0.9)]},
+    "two lists": listed(X, Y),
+    "two tuples": (tuple(X), tuple(Y)),
+    "two lists of like tensors": listed(X, X),
+    "lists of a named tuple": Pair(list(X), list(Y)),
+    "a list beside a tensor": (RAGGED, Y),
+    "an array beside a list": {"x": RAGGED, "y": Y.numpy()},
+    "a list of dicts beside a list": (RAGGED, [{"box": tensor[:, None], "label": tensor[0]} for tensor in RAGGED]),
+    "a list alone": list(X),
+    "a list of dicts alone": [{"x": tensor, "y": tensor[0]} for tensor in RAGGED],
+    "a ragged list alone": RAGGED,
+    "many columns and labels": [*(X[:, 0] for _ in range(60)), Y],
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_has_its_samples_however_it_is_collated(name: str) -> None:
+    batch = BATCHES[name]
+    assert samples_in(batch) == N
+    each = numbers_in(batch)
+    assert each.shape == (N,)
+    assert each.sum() == pytest.approx(sum(leaf.numel() for leaf in leaves(batch)))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("rows", [slice(7, 19), np.arange(7, 19)], ids=["a slice", "positions"])
+def test_a_part_has_the_samples_that_were_asked_for(name: str, rows: Any) -> None:
+    batch = BATCHES[name]
+    parts = [select_samples(batch, rows), select_samples(batch, slice(0, 7)), select_samples(batch, slice(19, N))]
+    assert type(parts[0]) is type(batch)
+    whole = sum(leaf.double().sum() for leaf in leaves(batch) if leaf.dim())
+    sums = [sum(leaf.double().sum() for leaf in leaves(part) if leaf.dim()) for part in parts]
+    torch.testing.assert_close(torch.stack(sums).sum(), whole)
+    again = select_samples(batch, np.arange(7, 19))
+    assert all(torch.equal(one, other) for one, other in zip(leaves(parts[0]), leaves(again), strict=True))
+
+
+def test_lists_of_few_samples_are_cut_by_samples_where_they_hold_single_numbers() -> None:
+    batch = listed(torch.ones(4, 3), torch.arange(4))
+    assert samples_in(batch) == 4
+    assert select_samples(batch, slice(1, 3))[1] == [torch.tensor(1), torch.tensor(2)]
+
+
+def test_a_default_collation_is_cut_by_columns() -> None:
+    samples = [((torch.ones(3) * number, torch.zeros(3)), {"a": number}) for number in range(2)]
+    batch = default_collate(samples)
+    assert samples_in(batch) == 2
+    (first, second), named = select_samples(batch, slice(1, 2))
+    assert first.tolist() == [[1.0] * 3]
+    assert (second.shape, named["a"].tolist()) == ((1, 3), [1])
+
+
+def test_memory_of_ragged_samples_is_counted_by_sample() -> None:
+    assert numbers_in((RAGGED, Y)).tolist() == [len(tensor) + 1 for tensor in RAGGED]
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (X.to_sparse, "sparse_coo"),
+        (X.to_sparse_csr, "sparse_csr"),
+        (lambda: torch.nested.nested_tensor(RAGGED, layout=torch.jagged), "nested"),
+    ],
+    ids=["COO", "CSR", "nested"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state", "ignore:The PyTorch API of nested")
+def test_rows_of_tensors_that_are_not_dense_are_not_taken(make: Callable[[], Tensor], kind: str) -> None:
+    tensor = make()
+    for use in (samples_in, numbers_in, lambda batch: select_samples(batch, slice(1))):
+        with pytest.raises(DataError, match=rf"a tensor is {kind}\.\nGive .*LoopSettings\(select=..., counts=...\)"):
+            use((tensor, Y))
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        ((X, Y[:-1]), "tensors of 49, 50"),
+        ({"x": RAGGED, "y": X[:30]}, "tensors of 1, 2, 3, 4, 30"),
+        ({"a": [X, Y[:-1]]}, "tensors of 2, 49, 50"),
+        (listed(X[:8], X[:8]), "a list of 8 may hold either"),
+        ((list(torch.ones(8, 8)), torch.ones(8)), "a list of 8 may hold either"),
+        ("text", "no tensor in a str"),
+        (torch.tensor(3.0), "no tensor in a Tensor"),
+        ([], "no tensor in a list"),
+    ],
+    ids=str,
+)
+def test_samples_that_nobody_knows_are_told_with_what_to_give(batch: Any, found: str) -> None:
+    with pytest.raises(DataError, match=rf"{found}.*\nGive .*select=..., counts="):
+        samples_in(batch)
