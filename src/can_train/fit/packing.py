@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from can_train.fit.cost_model import CostModel
 
 ROUNDING: Final = 1e-9  # Relative excess of a cost over a limit that is round-off
+_COST: Final = Feature("cost")
 _FIRST_LOOK: Final = 64  # Samples that the search for the end of a part looks at first; the number doubles from there
 _BISECTIONS: Final = 50  # Halvings of a search for a limit: to 1e-15 of the whole
 
@@ -52,7 +53,8 @@ def solve_accumulation(desired: int, limit: int, *, divisor: bool = False) -> tu
     if not isinstance(desired, Integral) or not isinstance(limit, Integral):
         raise ArgumentError("Numbers of samples are whole", value=f"desired {shown(desired)}, limit {shown(limit)}",
                             remedy="Give whole numbers: solve_accumulation(127, 64)")  # fmt: skip
-    check_flags(divisor=divisor)
+    if not isinstance(divisor, bool):
+        check_flags(divisor=divisor)
     desired, limit = int(desired), int(limit)
     if desired < 1:
         raise ArgumentError("A logical batch has at least one sample", value=f"{desired}",
@@ -186,7 +188,7 @@ class BatchCosts:
     @classmethod
     def of_samples(cls, costs: Sequence[float] | NDArray[np.float64]) -> BatchCosts:
         """Makes a batch whose samples' costs [R] simply add up."""
-        return cls(np.asarray(costs, dtype=np.float64).reshape(-1, 1), (Feature("cost"),), (1.0,))
+        return cls(np.asarray(costs, dtype=np.float64).reshape(-1, 1), (_COST,), (1.0,))
 
     @classmethod
     def uniform(cls, size: int) -> BatchCosts:
