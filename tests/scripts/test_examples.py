@@ -34,6 +34,10 @@ VARYING: Final = {
     "the rounding of this machine": (r"agree to \d+ decimal places\. The largest\n   difference is [^:]+", "agree"),
     "how long a log is read": (r"reading took [\d.]+ s", "reading took TIME"),
     "the digits of a score that two machines round otherwise": (r"(score (?:up\s+to )?\d+)\.\d+", r"\1"),
+    "the digits of a validation loss that two processors round otherwise": (
+        r"(finished +[\d.]+ +\d+ +0\.\d\d)\d\d",
+        r"\1",
+    ),
     "the name of a sweep": (r"(sweep-\w+)-[0-9a-f]{4}", r"\1-NAME"),
     "how often the memory of this machine was tried": (r"\d+ trials?", "N trials"),
 }

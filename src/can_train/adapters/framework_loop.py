@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -26,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from can_train.adapters.part_values import ATTRIBUTE, Combination, Kinds, Part, SplitRefusedError, whole_and_parts
-from can_train.adapters.step_state import Attributes, StepState, versions_of
+from can_train.adapters.part_values import Kinds, Part, SplitRefusedError
+from can_train.adapters.step_state import PartStates, StepState, versions_of
 from can_train.config.resolved import state_folder
 from can_train.config.settings import CHOICES, FactorSettings, check_choice
 from can_train.errors import (
@@ -410,7 +409,7 @@ class FrameworkLoop:
         engine = self.engine
         assert engine is not None, "a batch that is refused is not computed in parts"
         costs = self._costs(self._counts(batch))
-        states = _PartStates(self.state, len(costs))
+        states = PartStates(self.state, len(costs))
 
         def computed(start: int, stop: int) -> tuple[Part, T]:
             part = self._part(batch, start, stop, len(costs))
@@ -445,7 +444,7 @@ class FrameworkLoop:
             self.kinds.judge_means()
 
     def _try_kinds(self, batch: Any, compute: Callable[[Part], Any], stage: str, samples: int, of_all: int) -> None:
-        states, outputs = _PartStates(self.state, of_all), []
+        states, outputs = PartStates(self.state, of_all), []
         # Unequal parts, since equal ones hide a mean.
         first = max(samples * SPLIT[0] // sum(SPLIT), 1)
         spans = ((0, samples), (0, first), (first, samples))
@@ -935,7 +934,7 @@ class _Parts:
     losses: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.states = _PartStates(self.loop.state, len(self.costs))
+        self.states = PartStates(self.loop.state, len(self.costs))
 
     def __call__(self, start: int, stop: int) -> Losses:
         loop = self.loop
@@ -968,105 +967,6 @@ class _Parts:
             message = str(error).partition("\n")[0]
             fails = f"{part.stop - part.start} of its {part.samples} samples fail alone ({message:.100})"
             raise self.loop.refuse(fails, _SMALLER) from error
-
-
-class _PartStates:
-    """The attributes and metrics that the parts of a batch begin and end with."""
-
-    def __init__(self, state: StepState, samples: int) -> None:
-        self._state, self._samples = state, samples
-        self._metrics: dict[int, list[Attributes]] = {}  # Before each part, by its first sample
-        self._appended: dict[tuple[int, int], dict[tuple[int, str], tuple[Any, list[Any]]]] = {}
-        self._changed: dict[tuple[int, int], dict[tuple[Any, ...], tuple[Any, Any, Any]]] = {}
-
-    def begin(self, start: int, *, metrics_too: bool = True) -> None:
-        """Restores the attributes that the batch began with, and the metrics that an earlier try of the part has
-        updated.
-        """
-        self._state.restore_attributes()
-        if start in self._metrics:
-            for metric in self._metrics[start]:
-                metric.restore()
-        elif metrics_too:
-            self._metrics[start] = self._state.read_metrics()
-
-    def end(self, start: int, stop: int) -> None:
-        """Notes the attributes that the part has changed, and the entries that it has appended to lists."""
-        self._appended[start, stop] = self._state.appended()
-        self._changed[start, stop] = self._state.changed()
-
-    @property
-    def compared(self) -> int:
-        """Samples that were computed whole and in two parts; 0: none were."""
-        spans = whole_and_parts(self._changed)
-        return spans[0][1] if spans else 0
-
-    def learn(self, kinds: Kinds) -> None:
-        """Learns from samples that were computed whole and in two parts, which kinds of values these are."""
-        if not (spans := whole_and_parts(self._changed)):
-            return
-        whole, *parts = spans
-        sizes = [stop - start for start, stop in parts]
-        for key, (_, new) in self._appended[whole].items():
-            for place, entry in enumerate(new):
-                of_parts = [self._appended[part].get(key, (None, []))[1] for part in parts]
-                if all(len(entries) == len(new) for entries in of_parts):
-                    kinds.learn(("list", *key, place), entry, [entries[place] for entries in of_parts], sizes)
-        for key in self._changed[whole]:
-            if all(key in self._changed[part] for part in parts):
-                values = [_change(*self._changed[span][key][1:]) for span in spans]
-                kinds.learn((ATTRIBUTE, *key), values[0], values[1:], sizes)
-
-    def join(self, weights: Mapping[int, float], kinds: Kinds) -> None:
-        """Gives attributes that every part has changed, and lists that every part has appended to, the values of the
-        whole batch; `weights` has the parts' weights in the batch, by their first samples.
-        """
-        if len(weights) < 2:
-            return
-        spans = list(pairwise([*weights, self._samples]))
-        combination = Combination([stop - start for start, stop in spans], list(weights.values()), kinds)
-        for key, (values, last) in self._appended[spans[-1]].items():
-            each = [self._appended[span][key][1] for span in spans if key in self._appended[span]]
-            if len(each) == len(spans) and {len(new) for new in each} == {len(last)}:
-                joined = [combination.combine(new, ("list", *key, place))
-                          for place, new in enumerate(zip(*each, strict=True))]  # fmt: skip
-                for place, entry in enumerate(joined, len(values) - len(last)):
-                    values[place] = entry
-        for key, (owner, earlier, _) in self._changed[spans[-1]].items():
-            values = [self._changed[span][key][2] for span in spans if key in self._changed[span]]
-            if len(values) == len(spans):
-                # Every value is a change of the same earlier one, or none is.
-                changes = [_change(earlier, value) for value in values]
-                combined = combination.combine(changes, (ATTRIBUTE, *key))
-                is_change = all(_is_changed_by(earlier, value) for value in values)
-                _set_changed(owner, key[-1], earlier + combined if is_change else combined)
-
-
-def _change(earlier: Any, value: Any) -> Any:
-    """Returns numbers and tensors as the difference from earlier ones, other values as they are."""
-    return value - earlier if _is_changed_by(earlier, value) else value
-
-
-def _is_changed_by(earlier: Any, value: Any) -> bool:
-    """Tells whether a value is an earlier one with a change; from infinity there is none."""
-    if isinstance(value, Tensor) and isinstance(earlier, Tensor):
-        is_alike = value.shape == earlier.shape and value.dtype == earlier.dtype != torch.bool
-        return is_alike and bool(earlier.isfinite().all())
-    return type(value) is type(earlier) and isinstance(value, int | float) and math.isfinite(earlier)
-
-
-def _set_changed(owner: Any, name: Any, value: Any) -> None:
-    """Sets an attribute, or an entry, to its value after the whole batch; a tensor that was changed in place stays
-    itself.
-    """
-    current = owner[name] if isinstance(owner, dict) else getattr(owner, name)
-    if isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:
-        with torch.no_grad():
-            current.copy_(value)
-    elif isinstance(owner, dict):
-        owner[name] = value
-    else:
-        setattr(owner, name, value)
 
 
 def _expected_memory(optimizers: Sequence[Optimizer]) -> OptimizerMemory:
