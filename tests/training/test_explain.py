@@ -302,6 +302,20 @@ def test_a_step_that_fits_nowhere_is_explained_on_each_rung(explained: Any, tmp_
     assert part_lines(larger)[-1].endswith(" MiB  offload-all")
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_weights_are_explained_in_the_precision_that_trains(explained: Any, tmp_path: Path, precision: str) -> None:
+    task = tmp_path / "dense.py"
+    task.write_text(
+        "import can_train, torch\n"
+        "class Dense(can_train.Task):\n"
+        "    def datasets(self): return {'train': [(torch.ones(8), 1.0)] * 16}\n"
+        "    def model(self): return torch.nn.Linear(8, 100, bias=False)\n"
+        "    def loss(self, model, batch): return {'loss': (model(batch[0]).square().sum(), len(batch[1]))}\n"
+    )
+    found = explained("explain", "--task", f"{task}:Dense", "--device", "sim:64MiB", "--precision", precision)
+    assert found["kinds"]["weights"] == 800 * (8 if precision == "fp64" else 4)
+
+
 @pytest.mark.slow
 def test_a_run_that_starts_with_v_trains_to_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = (*SIMULATED[1:], "--epochs", "1", "--set", "dataset.synthetic.seconds=5")

@@ -707,7 +707,7 @@ def _of_sizes(found: PeakPrediction, sizes: ValueSizes) -> PeakPrediction:
 
 
 def _model_of(task: BatchTask, training: TrainingSettings) -> nn.Module:
-    model = task.build_model()
+    model = task.build_model().to(Precision.named(training.precision).dtype)
     return use_channels_last(model) if training.channels_last else model
 
 
