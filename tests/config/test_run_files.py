@@ -140,3 +140,41 @@ def test_the_code_of_a_task_is_looked_for_beside_the_file_where_its_folder_is_go
     assert moved.paths.code_dir == str(tmp_path / "moved")
     assert moved.settings.hidden == 8
     assert yaml.safe_load(plain_to_yaml(moved.config))["task"] == "my_file.py:MyTask"
+
+
+SETTINGS = """
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+import can_train
+
+
+class Norm(Enum):
+    none = 0
+    group = 1
+
+
+class Kinds(can_train.Task):
+    @dataclass(frozen=True, kw_only=True)
+    class Settings:
+        root: Path = Path("/tmp")
+        norm: Norm = Norm.none
+        places: list[Path] = field(default_factory=lambda: [Path("a")])
+
+    def datasets(self): ...
+    def model(self): ...
+    def loss(self, model, batch): ...
+"""
+
+
+def test_paths_and_enumerations_are_written_and_read(tmp_path: Path) -> None:
+    (tmp_path / "kinds.py").write_text(SETTINGS)
+    sets = ("task.norm=group", "task.root=/data", "task.places=[b,c]")
+    run = resolve(RunRequest(task=f"{tmp_path / 'kinds.py'}:Kinds", sets=sets))
+    text = plain_to_yaml(run.config)
+    assert yaml.safe_load(text)["settings"] == {"root": "/data", "norm": "group", "places": ["b", "c"]}
+    read = from_file(text, "run.yaml")
+    assert read.config == run.config
+    assert (read.settings.root, read.settings.norm.value) == (Path("/data"), 1)
+    assert read.settings.places == [Path("b"), Path("c")]

@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Final
 
 from can_train.config.task_settings import (
@@ -132,7 +133,7 @@ class ResolvedRun:
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """The settings as plain values, which `config.yaml` holds and `compose.from_plain` reads."""
-        return asdict(self)
+        return plain_settings(self)
 
     @property
     def key(self) -> str:
@@ -194,6 +195,22 @@ class EvaluationData:
     options: Any = None
     verbose: bool = False
     writes_samples: bool = False
+
+
+def plain_settings(settings: Any) -> dict[str, Any]:
+    """Returns settings as a file has them: a path as its text, a member of an enumeration as its name."""
+    plain: dict[str, Any] = _plain(asdict(settings))
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_plain(name): _plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, Enum):
+        return value.name
+    return str(value) if isinstance(value, PurePath) else value
 
 
 # Groups of settings that change the place of a run, not its result.

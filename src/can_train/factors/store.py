@@ -5,13 +5,13 @@ decisions. It stores nothing else; the export is remade from those files. A run 
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import exp
 from numbers import Real
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from can_train.config.resolved import ResolvedRun, state_dir, state_folder
+from can_train.config.resolved import ResolvedRun, plain_settings, state_dir, state_folder
 from can_train.errors import ArgumentError, ConfigError, StateError, check_kinds
 from can_train.factors import observations
 from can_train.factors.exchange import make_export, read_import
@@ -466,7 +466,7 @@ def memory_fingerprint(run: ResolvedRun) -> dict[str, Any]:
     """Returns the settings that change how a configuration's memory grows; runs that differ in them learn apart."""
     training = run.training
     return {
-        "model": asdict(run.model),
+        "model": plain_settings(run.model),
         "precision": training.precision,
         "optimizer": training.optimizer,
         # Left out where there are none, as earlier runs have it.
