@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from can_train.errors import DataError
-from can_train.fit.collate import leaves, numbers_in, samples_in, select_samples
+from can_train.fit.collate import leaves, numbers_in, samples_in, select_samples, to_device
 
 N = 50
 X, Y = torch.arange(N * 3.0).reshape(N, 3), torch.arange(N)
@@ -120,3 +120,12 @@ def test_rows_of_tensors_that_are_not_dense_are_not_taken(make: Callable[[], Ten
 def test_samples_that_nobody_knows_are_told_with_what_to_give(batch: Any, found: str) -> None:
     with pytest.raises(DataError, match=rf"{found}.*\nGive .*select=..., counts="):
         samples_in(batch)
+
+
+def test_the_numbers_of_graphs_have_the_format_of_the_run() -> None:
+    data = pytest.importorskip("torch_geometric.data")
+    graph = data.Data(x=torch.ones(3, 2), edge_index=torch.tensor([[0, 1], [1, 2]]), y=torch.tensor([1]))
+    batch = data.Batch.from_data_list([graph, graph])
+    moved, weights = to_device((batch, torch.ones(2)), torch.device("cpu"), torch.float64)
+    assert moved.x.dtype == weights.dtype == torch.float64
+    assert moved.edge_index.dtype == moved.y.dtype == torch.int64

@@ -1,6 +1,7 @@
 """Every optimizer and schedule trains a task, and a run that is stopped goes on bit by bit."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,32 @@ def test_a_sparse_gradient_is_refused_noise() -> None:
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(ConfigError, match="one of the model is sparse"):
         made.step()
+
+
+@pytest.mark.parametrize(
+    ("changes", "takes"),
+    [
+        ({}, False),
+        ({"optimizer": "sgd"}, False),
+        ({"optimizer": "sgd", "weight_decay": 0.0}, True),
+        ({"optimizer": "adagrad", "weight_decay": 0.0}, True),
+        ({"optimizer": "adagrad"}, False),
+    ],
+)
+# PyTorch's own warning.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_sparse_gradients_are_refused_where_the_optimizer_would_fail(changes: dict[str, Any], takes: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 2, sparse=True), torch.nn.Linear(2, 1))
+    settings = TrainingSettings(**changes)
+    made = optimizers.make_optimization(model, settings, lr=1.0, total_steps=2)
+    model(torch.tensor([1])).sum().backward()
+    with nullcontext() if takes else pytest.raises(RuntimeError, match="sparse"):
+        made.optimizer.step()
+    with (
+        nullcontext() if takes else pytest.raises(ConfigError, match=r"takes dense gradients alone.*0 has sparse=True")
+    ):
+        optimizers.check_sparse(model, settings)
+
+
+def test_a_frozen_sparse_embedding_is_left_alone() -> None:
+    optimizers.check_sparse(torch.nn.Embedding(5, 2, sparse=True).requires_grad_(False), TrainingSettings())

@@ -170,11 +170,15 @@ def pad_and_stack(samples: Sequence[Any]) -> Any:
 def to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Moves the tensors of a batch to a device, floating-point ones in a number format."""
 
+    def formatted(part: Any) -> Any:
+        return part.to(dtype) if isinstance(part, Tensor) and part.is_floating_point() else part
+
     def moved(part: Any) -> Any:
         if isinstance(part, Tensor):
             return send(part, device, dtype if part.is_floating_point() else part.dtype)
         # An object of the task's own may know by itself how to move (torch_geometric's batches do).
-        return part.to(device) if hasattr(part, "to") else part
+        part = part.to(device) if hasattr(part, "to") else part
+        return part.apply(formatted) if hasattr(part, "num_nodes") and hasattr(part, "apply") else part
 
     return _with_parts(batch, moved)
 

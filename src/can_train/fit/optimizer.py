@@ -327,6 +327,19 @@ def freeze(model: nn.Module, training: TrainingSettings, *, epoch: int) -> None:
                 parameter.requires_grad_(is_trained)
 
 
+def check_sparse(model: nn.Module, training: TrainingSettings) -> None:
+    """Raises ConfigError where the gradient of a module is sparse, and the optimizer takes dense ones alone."""
+    takes_sparse = training.optimizer in ("sgd", "adagrad") and not training.weight_decay
+    if takes_sparse or is_code(training.optimizer):
+        return
+    for name, module in model.named_modules():
+        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if is_sparse and module.weight.requires_grad:
+            raise ConfigError(f"The optimizer {training.optimizer} takes dense gradients alone, as it is set",
+                              value=f"{name or type(module).__name__} has sparse=True",
+                              remedy="Leave sparse=True out, or give --optimizer sgd --weight-decay 0")  # fmt: skip
+
+
 def phase_parameters(model: nn.Module, phase: Phase) -> list[tuple[str, nn.Parameter]]:
     """Returns the parameters of a phase with their names, frozen ones too; integers, which nothing trains, are left
     out.

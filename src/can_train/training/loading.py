@@ -35,7 +35,7 @@ from can_train.errors import (
     StateError,
     unknown_name,
 )
-from can_train.fit.optimizer import freeze
+from can_train.fit.optimizer import check_sparse, freeze, phase_training
 from can_train.fit.precision import Precision, use_channels_last
 from can_train.fit.random_state import capture_generators, restore_generators, seed_everything
 from can_train.io.records import (
@@ -184,6 +184,10 @@ def fresh_model(run: ResolvedRun, task: BatchTask, meter: Meter, *, on_host: boo
             device = _without_values(meter)
         model = model.to(device, Precision.named(run.training.precision).dtype)
         freeze(model, run.training, epoch=0)
+        for phase in task.phases():
+            # A phase of some parameters may have an optimizer for sparse ones.
+            if not phase.parameters:
+                check_sparse(model, phase_training(run.training, phase))
         return use_channels_last(model) if run.training.channels_last else model
     except RuntimeError as error:
         if not is_host_memory(error):
