@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from can_train import simulated_gpu
 from can_train.errors import DataError
-from can_train.fit.collate import leaves, numbers_in, samples_in, select_samples, to_device
+from can_train.fit.collate import host_copies, leaves, numbers_in, samples_in, select_samples, to_device
 
 N = 50
 X, Y = torch.arange(N * 3.0).reshape(N, 3), torch.arange(N)
@@ -129,3 +130,19 @@ def test_the_numbers_of_graphs_have_the_format_of_the_run() -> None:
     moved, weights = to_device((batch, torch.ones(2)), torch.device("cpu"), torch.float64)
     assert moved.x.dtype == weights.dtype == torch.float64
     assert moved.edge_index.dtype == moved.y.dtype == torch.int64
+
+
+def test_copies_on_the_host_keep_no_part_of_the_device() -> None:
+    with simulated_gpu("64MiB") as gpu:
+        weight = torch.full((1000, 256), 2.0, requires_grad=True)
+        whole = weight.exp()
+        before = gpu.allocated_bytes()
+        copied = host_copies([{"corner": whole[0, :2], "name": "a"}, {"corner": whole[1, :2], "name": "b"}])
+        assert gpu.allocated_bytes() == before
+        whole_bytes = whole.nbytes
+        del whole
+        assert gpu.allocated_bytes() <= before - whole_bytes
+    assert [one["name"] for one in copied] == ["a", "b"]
+    assert all(
+        one["corner"].tolist() == pytest.approx([7.389056] * 2) and not one["corner"].requires_grad for one in copied
+    )

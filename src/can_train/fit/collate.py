@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from can_train.errors import DataError
 from can_train.fit.packing import members
+from can_train.memory.cuda_operators import on_host
 from can_train.memory.meters import send, send_positions
 
 
@@ -186,6 +187,15 @@ def to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
 def cloned(batch: Any) -> Any:
     """Copies the tensors of a batch, and objects that can copy themselves (torch_geometric's batches can)."""
     return _with_parts(batch, lambda part: part.clone() if hasattr(part, "clone") else part)
+
+
+def host_copies(values: Any) -> Any:
+    """Copies the tensors of some values to the host, without their graphs."""
+    # Also those that are on the CPU: a slice keeps the whole tensor alive, and a simulated device counts it.
+    with on_host():
+        return _with_parts(
+            values, lambda part: part.detach().to("cpu", copy=True) if isinstance(part, Tensor) else part
+        )
 
 
 def _with_parts(batch: Any, change: Callable[[Any], Any]) -> Any:

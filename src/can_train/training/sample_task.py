@@ -26,7 +26,7 @@ from torch.utils.data import ConcatDataset
 from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.config.task_settings import DatasetSettings, ModeSettings, NoSettings, load_object, missing_extra
 from can_train.errors import CanTrainError, ConfigError, DataError, TaskError
-from can_train.fit.collate import cloned, leaves, pad_and_stack, to_device
+from can_train.fit.collate import cloned, host_copies, leaves, pad_and_stack, to_device
 from can_train.fit.random_state import capture_generators, restore_generators
 from can_train.io.records import sketch
 from can_train.io.units import counted, size_text
@@ -809,10 +809,8 @@ class Task(BatchTask):
         if len(predictions) != size:
             raise DataError(f"{where} returned {len(predictions)} predictions for {size} samples",
                             remedy="Return one for each sample")  # fmt: skip
-        if isinstance(predictions, Tensor):
-            # One copy to the host, not one for each sample.
-            return list(predictions.detach().cpu())
-        return [each.detach().cpu() if isinstance(each, Tensor) else each for each in predictions]
+        # Of a tensor, one copy for all samples.
+        return list(host_copies(predictions if isinstance(predictions, Tensor) else list(predictions)))
 
     def metric_sums(self, model: nn.Module, batch: LogicalBatch, size: int) -> Mapping[str, tuple[float, float]]:
         """Computes the metrics of a batch, for the line of an epoch."""
