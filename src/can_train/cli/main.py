@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from can_train import __version__
-from can_train.cli.output import print_aside, print_error, print_json, print_text
+from can_train.cli.output import data_alone, print_aside, print_error, print_json, print_text
 from can_train.config.resolved import default_task
 from can_train.config.settings import canonical_name
 from can_train.config.task_settings import (
@@ -106,6 +106,7 @@ _OFF: Final = ("false", "no", "off", "0")
 # Base of the parser's errors. Its module is Click's or, in newer versions, a private one of Typer's.
 _UsageError: Final[Any] = typer.BadParameter.__base__
 _HELP_ALL: Final = "--help-all"
+_HELPS: Final = frozenset(("--help", "-h", _HELP_ALL))
 _SUGGESTIONS: Final = 5
 _UNEXPECTED: Final = "Unexpected argument"
 _LINE: Final = 80  # columns of the list of commands
@@ -193,8 +194,12 @@ def _run_command(arguments: Sequence[str]) -> int:
         raise _unknown_command(name, words, of_tasks)
     if name in _OF_ONE_PROCESS or name in of_tasks:
         check_started_once(f"`can-train {name}`")
+    # Of a package's command it is not known how it prints its data.
+    is_data = "--json" in words and _HELPS.isdisjoint(words) and name not in of_tasks
     try:
-        _parser(name, words)(words, prog_name=command_name() if name == "train" else f"{command_name()} {name}")
+        # Reading the flags imports the task, which may print.
+        with data_alone(wanted=is_data):
+            _parser(name, words)(words, prog_name=command_name() if name == "train" else f"{command_name()} {name}")
     except SystemExit as stop:
         # Click ends a command with 1 where the reader of its output has gone.
         if isinstance(stop.__context__, BrokenPipeError):

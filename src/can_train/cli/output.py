@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import starmap
 from shutil import get_terminal_size
 from textwrap import wrap
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TextIO
 
 import typer
 
@@ -51,6 +52,8 @@ _MOST_BAR: Final = 10  # characters of a bar
 _LEAST_BAR: Final = 4
 _LINE: Final = "━"
 _CLEAR: Final = "\x1b[H\x1b[2J"  # control sequence that empties a terminal
+# Standard output while it is for data alone; empty: it is for everything.
+_for_data: list[TextIO] = []
 
 
 class Verbosity(Enum):
@@ -77,18 +80,82 @@ def print_text(text: str, *, end: str = "\n") -> None:
     print(printable(text), end=end, flush=True)
 
 
+@contextmanager
+def data_alone(*, wanted: bool = True) -> Iterator[None]:
+    """Keeps standard output for `print_json` and `DataOutput` during the block. What a task, its libraries, C code and
+    child processes print there goes to standard error, as do `print_text` and tables.
+
+    Args:
+        wanted: Whether it does so; else nothing changes.
+    """
+    if not wanted or _for_data or sys.stderr is None:
+        yield
+        return
+    shown = sys.stdout
+    with _real_output(shown) as data:
+        _for_data.append(data)
+        sys.stdout = sys.stderr
+        try:
+            yield
+        finally:
+            sys.stdout = shown
+            _for_data.clear()
+
+
+@contextmanager
+def _real_output(shown: TextIO) -> Iterator[TextIO]:
+    """Sends the file descriptor of standard output to standard error; yields a file that goes where it went before."""
+    shown.flush()
+    if _descriptor(shown) != 1:
+        yield shown
+        return
+    place = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with open(place, "w", encoding=shown.encoding, errors=shown.errors, closefd=False) as data:
+            yield data
+    finally:
+        # Texts that still wait in buffers were printed in the block.
+        with suppress(OSError):
+            shown.flush()
+        _flush_c_output()
+        os.dup2(place, 1)
+        os.close(place)
+
+
+def _descriptor(file: TextIO) -> int | None:
+    """Returns the file descriptor of a file; None: it has none, as in a notebook or a test."""
+    with suppress(OSError):
+        return file.fileno()
+    return None
+
+
+def _flush_c_output() -> None:
+    # Libraries that print from C are loaded beside PyTorch, which imports ctypes. Other commands need not pay for it.
+    if "ctypes" in sys.modules:
+        import ctypes
+
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).fflush(None)
+
+
+def _data_file() -> TextIO:
+    return _for_data[0] if _for_data else sys.stdout
+
+
 class DataOutput:
     """Standard output for data: in a pipe they are UTF-8, whatever the locale says, and control characters stay."""
 
     def write(self, text: str) -> int:
         """Writes text."""
-        if sys.stdout.isatty():
-            print_text(text, end="")
+        file = _data_file()
+        if file.isatty():
+            print(printable(text), end="", file=file, flush=True)
             return len(text)
-        sys.stdout.flush()
+        file.flush()
         # A notebook's standard output, or that of a test, has no bytes.
-        if (buffer := getattr(sys.stdout, "buffer", None)) is None:
-            return sys.stdout.write(text)
+        if (buffer := getattr(file, "buffer", None)) is None:
+            return file.write(text)
         buffer.write(text.encode())
         return len(text)
 
@@ -255,7 +322,8 @@ def print_json(values: Any) -> None:
     """Prints plain values as JSON; a number that is not finite becomes null."""
     text = json.dumps(finite(values), indent=2, ensure_ascii=False)
     # JSON escapes most control characters, and `printable` would escape the others in a way that JSON does not have.
-    print(CONTROL.sub(lambda character: f"\\u{ord(character[0]):04x}", text), flush=True)
+    shown = CONTROL.sub(lambda character: f"\\u{ord(character[0]):04x}", text)
+    print(shown, file=_data_file(), flush=True)
 
 
 def make_reporter(verbosity: Verbosity = Verbosity.NORMAL) -> Reporter:

@@ -99,15 +99,17 @@ def predict(  # noqa: PLR0913 - Typer makes an option of each argument
         trust=locator.trust(trusts_all=trust_code),
         reporter=reporter,
     )
-    model = load_model(record.folder.path, options)
-    if preview and not model.has_preview:
-        raise _no_preview(preview)
-    with _standard_input(dataset) as data:
-        began = time.perf_counter()
-        samples = model.read(data, tuple(set_ or ()))
-        reading_s = time.perf_counter() - began
-        file = out if out == _STANDARD else str(expanded(out)) + "/" * out.endswith("/")
-        done = _write(model, samples, _Places(out=file, format=format_, preview=place), reporter)
+    # The task may print while it is loaded, reads its data, or predicts.
+    with output.data_alone(wanted=out == _STANDARD):
+        model = load_model(record.folder.path, options)
+        if preview and not model.has_preview:
+            raise _no_preview(preview)
+        with _standard_input(dataset) as data:
+            began = time.perf_counter()
+            samples = model.read(data, tuple(set_ or ()))
+            reading_s = time.perf_counter() - began
+            file = out if out == _STANDARD else str(expanded(out)) + "/" * out.endswith("/")
+            done = _write(model, samples, _Places(out=file, format=format_, preview=place), reporter)
     if verbosity != Verbosity.QUIET:
         shown = "" if out == _STANDARD else f"; predictions: {out}"
         shown += f"; preview: {preview}" if preview else ""

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -110,8 +109,7 @@ def submit_runs(
     folders: dict[str, RunFolder] = {}
     for group, expects in zip(plan.groups, expected, strict=True):
         # With the cluster `debug` they train here, and print their results.
-        with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            started = start_group(entry, group, plan, code)
+        started = start_group(entry, group, plan, code)
         jobs += started
         folders |= {job.run_id: RunFolder(group[0].run.runs_dir / job.run_id) for job in started}
         if not as_json:

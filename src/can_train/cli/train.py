@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -778,9 +778,8 @@ class RunPrinter:
         self.folder, error = folder, None
         try:
             if (outcome := attempt()) is not None:
-                with redirect_stdout(sys.stderr) if self.as_json else nullcontext():
-                    if not (self.as_json and self.verbosity == Verbosity.QUIET):
-                        _print_outcome(outcome, self.verbosity)
+                if not (self.as_json and self.verbosity == Verbosity.QUIET):
+                    _print_outcome(outcome, self.verbosity)
                 self._print_next(f"show {name_to_type(outcome.folder)}", wanted=not self.of_several)
         except CanTrainError as failure:
             failure.in_json, error = self.as_json, failure
