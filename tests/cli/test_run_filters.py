@@ -99,6 +99,51 @@ def test_a_wrong_filter_is_answered_with_the_right_one(
     assert message in said(capsys, "runs", *flags, *shelf.flags, code=2)
 
 
+TOP2 = [{"judgement": {"test": {"a": {"model": {"top2": value}}}}} for value in (0.3, 0.8)]
+
+
+@pytest.fixture
+def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
+    """Two runs with a metric whose name tells no direction; the newest has not finished."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    shelf = Shelf(tmp_path)
+    for number, (result, best_by) in enumerate(zip((*TOP2, None), ("top2:max", "loss", "loss"), strict=True), start=1):
+        shelf.put(number, shelf.resolved("gat", "normal", sets=(f"training.best_by={best_by}",)), result)
+    return shelf
+
+
+def best(shelf: Shelf, capsys: pytest.CaptureFixture[str], metric: str) -> list[int]:
+    rows = json.loads(said(capsys, "runs", "--best", metric, "--json", *shelf.flags))
+    assert {row["metric"] for row in rows} == {"top2"}
+    return [int(row["run_id"][-4:], 16) for row in rows]
+
+
+def test_a_metric_whose_name_tells_no_direction_is_ranked_listed_and_compared(
+    named: Shelf, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # One of the runs says the direction.
+    assert [best(named, capsys, metric) for metric in ("top2", "top2:max", "top2:min")] == [[2, 1], [2, 1], [1, 2]]
+    assert "higher is better" in said(capsys, "runs", "--best", "top2", *named.flags)
+    assert listed(named, capsys, "--where", "top2>0.5") == [2]
+    rows = said(capsys, "runs", "--columns", "label,top2", "--format", "csv", "--limit", "2", *named.flags).split()
+    assert rows == ["label,top2", ",", ",0.8"]
+    # The newest run has no such metric, and is all that is listed.
+    assert said(capsys, "runs", "--columns", "label,top2", "--format", "csv", "--limit", "1", *named.flags) == (
+        "label,top2\n,\n"
+    )
+
+
+@pytest.mark.parametrize("others", ["loss", "top2:min"])
+def test_a_direction_that_the_runs_do_not_agree_on_is_asked_for(
+    named: Shelf, capsys: pytest.CaptureFixture[str], others: str
+) -> None:
+    first = "loss" if others == "loss" else "top2:max"
+    for number, (result, best_by) in enumerate(zip(TOP2, (first, others), strict=True), start=4):
+        named.put(number, named.resolved("gat", "normal", sets=(f"training.best_by={best_by}",)), result)
+    flags = ("--where", f"best_by={others}") if others == "loss" else ()
+    assert "--best top2:max, or :min" in said(capsys, "runs", "--best", "top2", *flags, *named.flags, code=2)
+
+
 def test_columns_are_settings_metrics_and_facts(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "runs", "--columns", "run,state,lr,mcc,why", "--format", "csv", *shelf.flags)
     assert [*csv.reader(io.StringIO(text))] == [

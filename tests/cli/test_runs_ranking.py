@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from can_train.errors import ConfigError
+from can_train.report.scores import metric_values
 from can_train.report.scores import rank as ranked_by
-from can_train.report.scores import ranked_values
 
 
 def result(loss: float, **mcc: float) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def result(loss: float, **mcc: float) -> dict[str, Any]:
 
 
 def rank(results: list[dict[str, Any]], metric: str) -> list[Any]:
-    return ranked_by([ranked_values(each) for each in results], metric)
+    return ranked_by([metric_values(each) for each in results], metric)
 
 
 RESULTS = [result(0.3, easy=0.9, hard=0.1), result(0.2, easy=0.6, hard=0.6), result(0.4)]
@@ -49,7 +49,7 @@ def test_a_figure_that_is_none_ranks_nothing() -> None:
     assert [ranked.index for ranked in rank([result(math.nan), result(0.5)], "best_validation_loss")] == [1]
 
 
-@pytest.mark.parametrize("metric", ["mmc", "windows", "easy.mmc", ""])
+@pytest.mark.parametrize("metric", ["mmc", "window", "easy.mmc", ""])
 def test_an_unknown_metric_lists_those_there_are(metric: str) -> None:
     with pytest.raises(ConfigError, match=r"Unknown metric(.|\n)*mcc(.|\n)*SET\.METRIC: easy, hard, validation"):
         rank(RESULTS, metric)
@@ -58,3 +58,14 @@ def test_an_unknown_metric_lists_those_there_are(metric: str) -> None:
 @pytest.mark.parametrize("odd", [{}, {"judgement": None}, {"judgement": {"test": {"easy": {}}, "validation": 3}}])
 def test_a_result_of_another_form_ranks_nothing(odd: dict[str, Any]) -> None:
     assert [ranked.index for ranked in rank([odd, *RESULTS], "mcc")] == [2, 1]
+
+
+def test_a_metric_whose_name_tells_no_direction_is_ranked_by_a_given_one() -> None:
+    results = [result(0.3, easy=0.9), result(0.2, easy=0.6)]
+    for number, each in enumerate(results):
+        each["judgement"]["test"]["easy"]["model"]["windows"] = number
+    values = [metric_values(each) for each in results]
+    assert [[each.index for each in ranked_by(values, name, direction)]
+            for name, direction in (("windows", "max"), ("easy.windows", "min"))] == [[1, 0], [0, 1]]  # fmt: skip
+    with pytest.raises(ConfigError, match="--best windows:max, or :min"):
+        rank(results, "windows")

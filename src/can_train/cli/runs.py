@@ -32,7 +32,7 @@ from can_train.report.run_list import (
     parse_since,
     parse_states,
 )
-from can_train.report.scores import headline, higher_is_better, mapping, rank, score
+from can_train.report.scores import direction_of, headline, mapping, rank, score
 from can_train.report.text import duration, finite, local_time, seconds_between
 from can_train.reporter import COLUMNS, TextTable, wrapped
 from can_train.runs.run_folder import name_to_type, short_name
@@ -73,7 +73,8 @@ def runs(  # noqa: PLR0913 - Typer makes an option of each argument
     ] = None,
     format_: Annotated[str, typer.Option("--format", help="table, csv or json.", metavar="FORMAT")] = "table",
     best: Annotated[
-        str | None, typer.Option(help="Rank finished runs by a metric, each data set by itself: mcc.", metavar="METRIC")
+        str | None,
+        typer.Option(help="Rank finished runs by a metric, each data set by itself: mcc, NAME:min.", metavar="METRIC"),
     ] = None,
     usage: Annotated[
         bool, typer.Option("--usage", help="GPU-hours of the runs by person, data set and week, and the share lost.")
@@ -97,7 +98,7 @@ def runs(  # noqa: PLR0913 - Typer makes an option of each argument
         raise ConfigError(f"--watch and {other} cannot be combined", remedy="Leave one out")
     if best is not None and shape["--columns"]:
         raise ConfigError("--best has columns of its own", value=f"--columns {columns or '--format csv'}",
-                          remedy=f"Leave out --best, and add the metric: --columns run,{best}")  # fmt: skip
+                          remedy=f"Leave out --best, and add it: --columns run,{_metric_of(best)[0]}")  # fmt: skip
     locator = RunLocator(runs_dir, state_dir)
     locator.check_folder()
     if misnamed := misnamed_runs(locator.runs_dir):
@@ -200,9 +201,9 @@ def _trained(status: RunStatus) -> str:
     return "\n".join(filter(None, [what, " ".join(texts[:_LISTED_SETTINGS]) + more]))
 
 
-def _meaning(metric: str) -> str:
-    """Explains the figure of a metric, and which direction is better."""
-    better = "higher" if higher_is_better(metric) else "lower"
+def _meaning(metric: str, direction: str = "") -> str:
+    """Explains the figure of a metric, and which direction is better; an empty one: the metric's name tells it."""
+    better = "higher" if (direction or direction_of(metric)) == "max" else "lower"
     is_of_run = metric == "best_validation_loss" or "." in metric
     return f"{metric}{'' if is_of_run else ', the mean over the test sets'}: {better} is better"
 
@@ -459,9 +460,10 @@ def _column_names(text: str | None) -> list[str]:
 
 
 def _print_columns(listed: RunList, names: Sequence[str], limit: int, format_: str) -> None:
+    # Before the limit: a metric of an older run is not unknown.
+    columns = {name: _column(listed, name) for name in names}
     runs = listed.runs[: limit or None]
     listed.runs, older = runs, len(listed.runs) - len(runs)
-    columns = {name: _column(listed, name) for name in names}
     rows = [[value(run) for value in columns.values()] for run in runs]
     if format_ == "json":
         print_json([dict(zip(names, row, strict=True)) for row in rows])
@@ -500,11 +502,19 @@ def _cell(value: Any) -> str:
 # Which result is best by a metric
 
 
+def _metric_of(text: str) -> tuple[str, str]:
+    """Splits the metric of `--best` into its name and its direction; an empty direction: it has none."""
+    name, _, direction = text.rpartition(":")
+    return (name, direction) if name and direction in ("max", "min") else (text, "")
+
+
 def _print_best(listed: RunList, metric: str, limit: int, *, as_json: bool) -> None:
     finished = [run for run in listed.runs if listed.has_finished(run)]
     if not finished:
         raise ConfigError("No run has finished yet, so none is best", remedy="can-train runs lists the runs")
-    ranked = rank([listed.scores(run) for run in finished], metric)
+    metric, direction = _metric_of(metric)
+    direction = direction or direction_of(metric) or listed.direction_by_runs(finished, metric)
+    ranked = rank([listed.scores(run) for run in finished], metric, direction)
     groups = _by_data_set(ranked, [listed.data_set(finished[result.index]) for result in ranked])
     # The data set of the newest run comes first.
     newest_first = sorted(groups.items(), key=lambda item: min(result.index for result in item[1]))
@@ -514,7 +524,7 @@ def _print_best(listed: RunList, metric: str, limit: int, *, as_json: bool) -> N
     status_of = dict(zip(shown, listed.statuses([finished[index] for index in shown]), strict=True))
     if as_json:
         print_json([
-            {**listed_json(status_of[result.index]), "metric": metric, "higher_is_better": higher_is_better(metric),
+            {**listed_json(status_of[result.index]), "metric": metric, "higher_is_better": direction == "max",
              "rank": number, "value": result.value, "parts": finite(result.parts)}
             for group in best.values() for number, result in enumerate(group, start=1)
         ])  # fmt: skip
@@ -530,5 +540,5 @@ def _print_best(listed: RunList, metric: str, limit: int, *, as_json: bool) -> N
             figures = [result.value, *((min(values), max(values)) if has_parts else ())]
             rows.append((short_name(status.known.run_id), *(f"{value:.4g}" for value in figures), device_of(status),
                          _trained(status)))  # fmt: skip
-        tables.append(TextTable(f"{name}: best by {metric}", columns, rows, [_meaning(metric)]))
+        tables.append(TextTable(f"{name}: best by {metric}", columns, rows, [_meaning(metric, direction)]))
     print_tables(tables, pipe_columns=COLUMNS)

@@ -26,7 +26,7 @@ from can_train.errors import ConfigError, unknown_name
 from can_train.io.index import SETTLED_S, index_folder, recall, remember, without_collections
 from can_train.io.records import utc_text
 from can_train.report.run_facts import device_of, result_of, seconds_of
-from can_train.report.scores import mapping, ranked_values
+from can_train.report.scores import mapping, metric_values
 from can_train.report.text import number_or_none
 from can_train.runs import run_state
 from can_train.runs.registry import Registry, RunLabels
@@ -35,6 +35,7 @@ from can_train.runs.run_state import FAILURES, FINISHED, LIVE
 from can_train.runs.scheduler import Scheduler
 from can_train.runs.status import KnownRun, RunStatus, run_statuses
 
+_BEST_BY: Final = "training.best_by"
 _REMEMBERED: Final = "listed"  # name of the file in the index
 _SETTLED_S: Final = 3600.0
 """Seconds without a change after which the state of an ended run is remembered: the accounting of a cluster lags, and a
@@ -202,7 +203,7 @@ class _Entry(msgspec.Struct, array_like=True, gc=False):
     state: str = ""  # empty: not settled
     ended: int = 0  # identity of the files that tell how a run without a result ended
     unanswered_s: int = 0  # time of a question that SLURM did not answer; 0: it answered
-    scores: msgspec.Raw = _NO_SCORES  # `ranked_values`
+    scores: msgspec.Raw = _NO_SCORES  # `metric_values`
     figures: msgspec.Raw = _NO_FIGURES  # `RunFigures`
 
 
@@ -395,6 +396,12 @@ class RunList:
         settings = {setting.rpartition(".")[2] for setting, _ in self._table.settings}
         return unknown_name("setting or metric", name, {*metrics, *others, *settings})
 
+    def direction_by_runs(self, runs: Iterable[KnownRun], metric: str) -> str:
+        """Returns the direction that runs say in `--best-by` for a metric; empty: none says one, or they differ."""
+        names = (str(self.settings(run).get(_BEST_BY, "")).strip().rpartition(":") for run in runs)
+        said = {direction for name, _, direction in names if name.rpartition("/")[2] == metric.rpartition(".")[2]}
+        return said.pop() if len(said) == 1 and said <= {"max", "min"} else ""
+
     # Reading and remembering
 
     def _read(self) -> None:
@@ -426,7 +433,7 @@ class RunList:
         status = self.statuses([run])[0] if os.path.exists(f"{run.path}{os.sep}{RESULT}") else None  # noqa: PTH110 - of thousands of runs, paths cost more
         if status is None or status.facts.result is None:
             return entry
-        scores = msgspec.Raw(msgspec.msgpack.encode(ranked_values(status.facts.result)))
+        scores = msgspec.Raw(msgspec.msgpack.encode(metric_values(status.facts.result)))
         return _with(entry, state=FINISHED, scores=scores, figures=_encoded_figures(status))
 
     def _settle(self) -> None:

@@ -25,16 +25,18 @@ class RankedResult:
     parts: Mapping[str, float]
 
 
-def rank(values: Sequence[ValuesByMetric], metric: str) -> list[RankedResult]:
+def rank(values: Sequence[ValuesByMetric], metric: str, direction: str = "") -> list[RankedResult]:
     """Orders results by a metric, the best first; results without the metric are left out.
 
     Args:
-        values: The `ranked_values` of each result.
+        values: The `metric_values` of each result.
         metric: `best_validation_loss`; `mcc`, the mean over all test sets; `validation.mcc`; or the value on one test
             set, `test_05_suppress.mcc`.
+        direction: `max` where a higher value is better, else `min`; empty: the metric's name tells it.
 
     Raises:
-        ConfigError: No result has the metric; the message lists the metrics of the results, nearest first.
+        ConfigError: No result has the metric; the message lists the metrics of the results, nearest first. Or its name
+            does not tell a direction.
     """
     if not any(metric in by_name for by_name in values):
         names = {name for by_name in values for name in by_name}
@@ -43,17 +45,28 @@ def rank(values: Sequence[ValuesByMetric], metric: str) -> list[RankedResult]:
         sets = ", ".join(sorted({name.rpartition(".")[0] for name in names} - {""}))
         of_set = f"; of one set as SET.METRIC: {sets}" if sets else ""
         raise ConfigError(error.rule, value=error.value, remedy=f"{error.remedy}{of_set}")
+    if not (direction := direction or direction_of(metric)):
+        raise ConfigError(
+            "The name of the metric does not tell whether a higher or a lower value is better",
+            value=f"--best {metric}",
+            remedy=f"Write --best {metric}:max, or :min in place of :max",
+        )
     ranked = [
         RankedResult(index=index, value=sum(parts.values()) / len(parts), parts=parts)
         for index, by_name in enumerate(values)
         if (parts := by_name.get(metric))
     ]
-    return sorted(ranked, key=lambda result: result.value, reverse=higher_is_better(metric))
+    return sorted(ranked, key=lambda result: result.value, reverse=direction == "max")
 
 
 def higher_is_better(metric: str) -> bool:
     """Returns whether a higher value of a metric is better; `SET.METRIC` counts as its metric."""
-    return metric_direction(metric.rpartition(".")[2]) == "max"
+    return direction_of(metric) == "max"
+
+
+def direction_of(metric: str) -> str:
+    """Returns `max`, `min`, or an empty text where a metric's name does not tell; `SET.METRIC` counts as its metric."""
+    return metric_direction(metric.rpartition(".")[2])
 
 
 def is_ranked(metric: str) -> bool:
@@ -63,7 +76,7 @@ def is_ranked(metric: str) -> bool:
 
 def score(result: Mapping[str, Any]) -> tuple[str, float] | None:
     """Returns the metric that stands for a result in a list, and its mean over the test sets."""
-    return headline(ranked_values(result))
+    return headline(metric_values(result))
 
 
 def headline(values: ValuesByMetric) -> tuple[str, float] | None:
@@ -76,7 +89,7 @@ def headline(values: ValuesByMetric) -> tuple[str, float] | None:
 
 def by_test_set(result: Mapping[str, Any], metric: str) -> dict[str, float]:
     """Returns the value of a metric on each test set whose result defines it."""
-    return ranked_values(result).get(metric, {})
+    return metric_values(result).get(metric, {})
 
 
 def test_scores(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -89,24 +102,24 @@ def test_scores(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return scores
 
 
-def ranked_values(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Returns the values in a `result.json` of each metric that ranks, by test set, as `METRIC`, `SET.METRIC` and
-    `validation.METRIC`.
+def metric_values(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Returns the values in a `result.json` of each metric, by test set, as `METRIC`, `SET.METRIC` and
+    `validation.METRIC`. Of the result's own figures, those are metrics that rank.
     """
     values: dict[str, dict[str, float]] = {}
     judgement = mapping(result.get("judgement"))
     for set_name, test in mapping(judgement.get("test")).items():
-        for name, value in _ranking_metrics(mapping(test).get("model")):
+        for name, value in _finite_values(mapping(test).get("model")):
             values.setdefault(name, {})[set_name] = value
             values[f"{set_name}.{name}"] = {set_name: value}
-    for name, value in _ranking_metrics(judgement.get("validation")):
+    for name, value in _finite_values(judgement.get("validation")):
         values[f"validation.{name}"] = {"validation": value}
-    return values | {name: {"": value} for name, value in _ranking_metrics(result)}
+    return values | {name: {"": value} for name, value in _finite_values(result) if is_ranked(name)}
 
 
-def _ranking_metrics(metrics: Any) -> Iterator[tuple[str, float]]:
+def _finite_values(metrics: Any) -> Iterator[tuple[str, float]]:
     for name, value in mapping(metrics).items():
-        if is_ranked(name) and isinstance(value, int | float) and math.isfinite(value):
+        if isinstance(value, int | float) and math.isfinite(value):
             yield name, float(value)
 
 
