@@ -1,7 +1,8 @@
 """Which weights a run ends with: the best by any figure of the validation, the last, or their average."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.settings import TrainingSettings, metric_direction
 from can_train.errors import CheckpointError, ConfigError
+from can_train.runs.run_state import best_text
 from can_train.training import train as training_loop
 from can_train.training.chosen_weights import AveragedWeights, Criterion, Validation
 from can_train.training.train import make_session, train_new
@@ -144,10 +146,55 @@ def test_patience_counts_validations_by_the_same_figure(tmp_path: Path) -> None:
     assert any(text.startswith("No better largest in validation in 2 epochs") for text in session.reporter.texts)
 
 
-def test_a_figure_that_stays_undefined_chooses_the_first_weights(tmp_path: Path) -> None:
-    session = train_line(tmp_path, Measured(), **TRAINED, epochs=2, best_by="undefined:max")  # type: ignore[arg-type]
-    assert session.progress.best_epoch == 1
+class Infinite(Measured):
+    """Its second measure is infinite up to a number of validations."""
+
+    finite_from = 99
+    validations = 0
+
+    def measure(self, samples: Sequence[Any], predictions: Sequence[Any]) -> Mapping[str, float]:
+        self.validations += 1
+        limit = self.validations if self.validations >= self.finite_from else math.inf
+        return {**super().measure(samples, predictions), "limit": limit}
+
+
+def strict(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics, as a reader takes them that knows JSON alone."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    text = next(folder.glob("runs/*/metrics.jsonl")).read_text()
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("best_by", ["undefined:max", "limit:max", "limit:min"])
+def test_by_a_figure_that_is_never_finite_the_last_weights_are_kept(tmp_path: Path, best_by: str) -> None:
+    session = train_line(tmp_path, Infinite(), **TRAINED, epochs=3, best_by=best_by)  # type: ignore[arg-type]
+    assert session.progress.best_epoch == session.bests["trained"].epoch == 3
     assert session.criterion.figure(session.bests["trained"]) is None
+    name = best_by.partition(":")[0]
+    assert [line[f"validation/{name}"] for line in strict(tmp_path) if "validation_loss" in line] == [None] * 3
+    assert isinstance(session.reporter, Notices)
+    (told,) = (text for text in session.reporter.texts if "Not a finite number" in text)
+    assert "after epoch 1: undefined is nan, limit is inf; metrics.jsonl has null" in told
+    assert f"While {name} is none, no epoch is the best by it, and the last weights are kept" in told
+
+
+def test_a_figure_that_becomes_finite_is_the_best_from_then_on(tmp_path: Path) -> None:
+    task = Infinite()
+    task.finite_from = 3
+    session = train_line(tmp_path, task, **TRAINED, epochs=5, best_by="limit:min")  # type: ignore[arg-type]
+    values = [line["validation/limit"] for line in strict(tmp_path) if "validation_loss" in line]
+    first = next(number for number, value in enumerate(values, start=1) if value is not None)
+    assert session.progress.best_epoch == session.bests["trained"].epoch == first > 1
+
+
+def test_a_result_says_that_no_epoch_is_the_best() -> None:
+    result = {"best_by": "auc", "best_value": None, "best_validation_loss": 0.5, "best_epoch": 3}
+    assert best_text(result) == "no best auc, which was never a finite number: validation loss 0.5 after epoch 3"
+    assert best_text({**result, "best_value": 0.75}) == "best auc 0.75 after epoch 3"
+    assert best_text({**result, "best_by": "loss"}) == "best validation loss 0.5 after epoch 3"
 
 
 @pytest.mark.parametrize("best_by", ["mai:min", "near/mae"])

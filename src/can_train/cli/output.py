@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TextIO
 import typer
 
 from can_train.errors import CONTROL, ConfigError, command_name, printable
-from can_train.report.text import finite
+from can_train.io.units import finite
 from can_train.reporter import (
     COLUMNS,
     NOTE,

@@ -1,12 +1,12 @@
-"""Amounts of memory and time in the notation of people and of SLURM: `512MiB`, `2GB`, `16G`, `1:30:00`. And short
-names.
+"""Amounts of memory and time in the notation of people and of SLURM: `512MiB`, `2GB`, `16G`, `1:30:00`. Short
+names, and numbers as JSON values.
 """
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Final
+from typing import Any, Final
 
 from can_train.errors import ConfigError
 
@@ -171,3 +171,12 @@ def counted(count: int, noun: str) -> str:
 def count_range(fewest: int, most: int, between: str = " to ") -> str:
     """Writes a count, or its range where it varies."""
     return f"{most}" if fewest == most else f"{fewest}{between}{most}"
+
+
+def finite(value: Any) -> Any:
+    """Copies a value for JSON; NaN and infinity become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): finite(inner) for name, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -1,7 +1,6 @@
 """Durations, times, numbers and tables as text, and numbers as JSON values."""
 
 import math
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any, Final
@@ -41,15 +40,6 @@ def value_text(value: Any) -> str:
     """Writes the value of a setting; an empty one is `none`, and a very long one is cut."""
     text = "none" if value is None or value == "" else str(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_BEGINNING]}…"
-
-
-def finite(value: Any) -> Any:
-    """Copies a value for JSON; NaN and infinity become null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): finite(inner) for name, inner in value.items()}
-    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def number_or_none(value: Any) -> float | None:

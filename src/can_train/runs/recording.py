@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from can_train.errors import StateError
 from can_train.io.arrays import noticing_damage
 from can_train.io.records import open_atomic, open_to_append, parse_object, text_or_nothing, write_text_atomic
+from can_train.io.units import finite
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -118,9 +119,9 @@ class MetricsLog:
         self.lines = 0
 
     def append(self, **record: Any) -> None:
-        """Adds a line."""
+        """Adds a line; a number that is not finite becomes null, since JSON has none."""
         with open_to_append(self._path) as handle:
-            handle.write(json.dumps(record) + "\n")
+            handle.write(json.dumps(finite(record)) + "\n")
         self.lines += 1
 
     def rewind(self, lines: int) -> None:

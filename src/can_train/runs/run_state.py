@@ -328,6 +328,8 @@ def best_text(result: Mapping[str, Any]) -> str:
         f"validation loss {loss:.4g}" if name == "loss" or not isinstance(value, int | float) else f"{name} {value:.4g}"
     )
     kind = ", averaged weights" if result.get("weights") == "averaged" else ""
+    if name != "loss" and value is None and "best_value" in result and result.get("keep") != "last":
+        return f"no best {name}, which was never a finite number: validation loss {loss:.4g} after epoch {epoch}{kind}"
     return f"{'last' if result.get('keep') == 'last' else 'best'} {figure} after epoch {epoch}{kind}"
 
 

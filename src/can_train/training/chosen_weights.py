@@ -157,6 +157,10 @@ class Validation:
         loss = {} if kind == "validation" else {f"{kind}/{LOSS}": self.loss}
         return {**loss, **several, **{f"{kind}/{name}": value for name, value in self.metrics.items()}}
 
+    def not_finite(self) -> dict[str, float]:
+        """Returns the metrics that are no finite numbers."""
+        return {name: value for name, value in self.metrics.items() if not math.isfinite(value)}
+
     def names(self) -> list[str]:
         """Returns the names of all figures."""
         several = [f"{key}/{LOSS}" for key in self.losses] if len(self.losses) > 1 else []
@@ -182,13 +186,14 @@ class Criterion:
             self.value(validate())
 
     def figure(self, best: BestWeights) -> float | None:
-        """Returns the figure of the best weights as the task computed it; None: there is none, or it is undefined."""
+        """Returns the figure of the best weights as the task computed it; None: there is none, or it is not finite."""
         if best.value is None or best.value == -math.inf:
             return None
         return best.value if self.is_higher_better else -best.value
 
     def value(self, validation: Validation) -> float:
-        """Returns the figure, as a number where higher is better; minus infinity where it is undefined.
+        """Returns the figure, as a number where higher is better; minus infinity where it is not a finite number: no
+        weights are the best by it.
 
         Raises:
             ConfigError: The validation has no such figure.
@@ -197,7 +202,7 @@ class Criterion:
         if figure is None:
             unknown = unknown_name("figure of the validation", self.name, validation.names())
             raise ConfigError(unknown.rule, value=f"training.best_by={self.name}", remedy=unknown.remedy)
-        if math.isnan(figure):
+        if not math.isfinite(figure):
             return -math.inf
         return figure if self.is_higher_better else -figure
 

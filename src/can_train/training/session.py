@@ -255,6 +255,7 @@ class Session(Parts):
         data: The task's data on the device.
         is_thawed: Whether other parameters are trained than at first, by other plans than those in the run folder.
         may_go_on_as_shards: Whether memory ran out on the last rung, and shards of the model may fit.
+        not_finite: Metrics that were no finite numbers in a validation, which is told once.
         record_end: Writes the outcome of an attempt that may go on as shards, once it is known whether shards fit.
     """
 
@@ -274,6 +275,7 @@ class Session(Parts):
     leak_watch: LeakWatch = field(default_factory=LeakWatch)
     is_thawed: bool = False
     may_go_on_as_shards: bool = False
+    not_finite: set[str] = field(default_factory=set)
     record_end: Callable[[AttemptOutcome], None] = field(default=lambda outcome: None)
 
     def __post_init__(self, plans: Sequence[RunPlan], steps_done: int) -> None:

@@ -848,11 +848,13 @@ def _validate(session: Session, figures: EpochFigures) -> EpochFigures:
         with session.average.in_model():
             validations[AVERAGED] = _validated(session)
             _keep_best(session, AVERAGED, validations[AVERAGED], figures.epoch)
+    for validation in validations.values():
+        _tell_not_finite(session, validation, figures.epoch)
     for engine in session.engines:
         engine.optimization.validated(trained.loss)
     value = max(criterion.value(validation) for validation in validations.values())
-    is_best = progress.best_value is None or value > progress.best_value
-    progress.best_value = value if is_best else progress.best_value
+    is_best = value > (-math.inf if progress.best_value is None else progress.best_value)
+    progress.best_value = value if is_best or progress.best_value is None else progress.best_value
     progress.epochs_without_gain = 0 if is_best else progress.epochs_without_gain + 1
     best = session.bests[choose(session.bests)]
     progress.best_loss, progress.best_epoch = best.loss, best.epoch
@@ -865,10 +867,24 @@ def _validate(session: Session, figures: EpochFigures) -> EpochFigures:
                    metric=trained.shown(criterion.name))  # fmt: skip
 
 
+def _tell_not_finite(session: Session, validation: Validation, epoch: int) -> None:
+    """Says which metrics of a validation are no finite numbers, once for each: they would go unnoticed."""
+    new = {name: value for name, value in validation.not_finite().items() if name not in session.not_finite}
+    session.not_finite |= new.keys()
+    if not new:
+        return
+    named, by = ", ".join(f"{name} is {value:g}" for name, value in new.items()), session.criterion.name
+    chosen = f". While {by} is none, no epoch is the best by it, and the last weights are kept"
+    session.reporter.notice(f"Not a finite number in validation after epoch {epoch}: {named}; metrics.jsonl has null"
+                            f"{'' if math.isfinite(validation.figure(by) or 0.0) else chosen}")  # fmt: skip
+
+
 def _keep_best(session: Session, kind: str, validation: Validation, epoch: int) -> None:
     """Keeps the weights that the model has now, if they are the best of their kind so far, or the last are wanted."""
     value, best = session.criterion.value(validation), session.bests.setdefault(kind, BestWeights())
-    if best.value is not None and not (value > best.value or session.training.keep == "last"):
+    # While the figure is never a finite number, no weights are better than the last.
+    keeps_last = session.training.keep == "last" or best.value == -math.inf
+    if best.value is not None and not (value > best.value or keeps_last):
         return
     session.bests[kind] = BestWeights(value=value, loss=validation.loss, epoch=epoch, weights=_weights_here(session))
 
