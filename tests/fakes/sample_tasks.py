@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from can_train import Phase, Task
 
 Losses = Mapping[str, tuple[Tensor, float | Tensor]]
+LONG = 6  # Positions that few samples have more of
 
 
 class Words(Task):
@@ -54,6 +55,18 @@ class TwoTerms(Words):
     def loss(self, model: nn.Module, batch: Any) -> Losses:
         size = torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
         return {**super().loss(model, batch), "size": (size * len(batch[1]), len(batch[1]))}
+
+
+class RareTerm(TwoTerms):
+    """A term of it is left out where a batch has nothing that it is about: few samples are long."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Losses:
+        values, lengths = batch
+        is_long = lengths > LONG
+        if not is_long.any():
+            return super().loss(model, batch)
+        error = model(values[is_long])[:, LONG].square().sum()
+        return {**super().loss(model, batch), "long": (error, int(is_long.sum()))}
 
 
 class Noisy(Words):

@@ -203,6 +203,45 @@ def test_products_of_a_large_model_are_folded_and_of_a_small_one_computed() -> N
     assert max(apart.abs().max() for apart in small.values()) < 1e-4
 
 
+@pytest.mark.parametrize("rows", [(0, 1), (4, 7), (2, 5)], ids=["the first part", "the second part", "both parts"])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_term_that_a_part_leaves_out_counts_as_nothing_there(rows: tuple[int, int], known: bool) -> None:
+    model, has = nn.Linear(6, 1), torch.zeros(SAMPLES, dtype=torch.bool)
+    has[slice(*rows)] = True
+
+    def losses(start: int, stop: int) -> dict[str, tuple[Tensor, float]]:
+        y, there = model(X[start:stop]), has[start:stop]
+        terms = {"sum": (y.square().sum(), float(stop - start))}
+        return {**terms, "some": (y[there].sum(), float(there.sum()))} if there.any() else terms
+
+    found = measure_batch_dependence(model, losses, {"sum": SAMPLES, "some": float(has.sum())} if known else None)
+    assert (dict(found.terms), dict(found.faults)) == ({}, {})
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_term_that_only_small_batches_have_is_no_error_by_itself(known: bool) -> None:
+    model = nn.Linear(6, 1)
+
+    def losses(start: int, stop: int) -> dict[str, tuple[Tensor, float]]:
+        y = model(X[start:stop])
+        terms = {"sum": (y.square().sum(), float(stop - start))}
+        return terms if stop - start == SAMPLES else {**terms, "small": (y.sum(), float(stop - start))}
+
+    found = measure_batch_dependence(model, losses, {"sum": SAMPLES} if known else None)
+    assert "sum" not in found.terms
+
+
+def test_the_mean_of_a_term_that_a_part_leaves_out_is_found() -> None:
+    model = nn.Linear(6, 1)
+
+    def losses(start: int, stop: int) -> dict[str, tuple[Tensor, float]]:
+        y = model(X[start:stop])
+        terms = {"sum": (y.square().sum(), float(stop - start))}
+        return {**terms, "late": (y[1:].square().mean(), float(stop - start))} if stop > 3 else terms
+
+    assert {*measure_batch_dependence(model, losses, None).terms} == {"late"}
+
+
 def test_only_the_terms_with_a_batch_dependence_are_named() -> None:
     model = nn.Linear(6, 1)
 

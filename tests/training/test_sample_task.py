@@ -22,7 +22,7 @@ from can_train.training.sample_task import tables
 from can_train.training.session import Session
 from can_train.training.train import make_session, train, validation_loss
 from fakes.line_fit import fixed, line_parts
-from fakes.sample_tasks import Losses, TwoPhases, TwoTerms, Words
+from fakes.sample_tasks import Losses, RareTerm, TwoPhases, TwoTerms, Words
 from fakes.streams import streamed
 
 
@@ -37,7 +37,7 @@ def weights(session: Session) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in session.model.parameters()])
 
 
-@pytest.mark.parametrize("kind", [Words, TwoTerms])
+@pytest.mark.parametrize("kind", [Words, TwoTerms, RareTerm])
 def test_a_split_batch_has_the_gradient_of_the_whole_though_only_the_loss_knows_its_denominators(
     kind: type[Task], tmp_path: Path
 ) -> None:
@@ -45,6 +45,15 @@ def test_a_split_batch_has_the_gradient_of_the_whole_though_only_the_loss_knows_
     split = trained(tmp_path / "split", kind(), micro_batch_size=3)
     torch.testing.assert_close(weights(split), weights(whole), rtol=1e-12, atol=1e-13)
     assert split.engine.run_plan.phase_plan.most_parts == 6
+
+
+def test_a_term_that_a_part_leaves_out_counts_as_nothing_there(tmp_path: Path) -> None:
+    sessions = [trained(tmp_path / f"{size}", RareTerm(), micro_batch_size=size) for size in (1, 3, 16)]
+    whole = sessions[-1]
+    for session in sessions[:-1]:
+        torch.testing.assert_close(weights(session), weights(whole), rtol=1e-12, atol=1e-13)
+        assert session.progress.epoch_means == pytest.approx(whole.progress.epoch_means, rel=1e-12)
+        assert validation_loss(session) == pytest.approx(validation_loss(whole), rel=1e-12)
 
 
 def test_its_gradient_is_that_of_a_plain_loop(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from can_train import Task
-from fakes.sample_tasks import TwoPhases, TwoTerms, Words
+from fakes.sample_tasks import RareTerm, TwoPhases, TwoTerms, Words
 from fakes.several_ranks import run_ranks
 from fakes.streams import ShardedWords
 from fakes.training_ranks import fit_samples
@@ -25,7 +25,7 @@ def fitted(folder: Path, ranks: int, kind: type[Task], **options: Any) -> list[d
     return [torch.load(folder / f"rank-{rank}.pt") for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("kind", [Words, TwoTerms, TwoPhases, ShardedWords])
+@pytest.mark.parametrize("kind", [Words, TwoTerms, RareTerm, TwoPhases, ShardedWords])
 @pytest.mark.parametrize("limited_rank", [None, 0, 1])
 def test_two_ranks_train_the_weights_of_one_process_though_memory_runs_out_on_one(
     tmp_path: Path, kind: type[Task], limited_rank: int | None
@@ -41,7 +41,7 @@ def test_two_ranks_train_the_weights_of_one_process_though_memory_runs_out_on_on
     assert ran_out == (limited_rank is not None)
 
 
-@pytest.mark.parametrize("kind", [Words, TwoTerms, TwoPhases, ShardedWords])
+@pytest.mark.parametrize("kind", [Words, TwoTerms, RareTerm, TwoPhases, ShardedWords])
 def test_shards_train_the_weights_of_one_process_though_memory_runs_out_on_a_rank(
     tmp_path: Path, kind: type[Task]
 ) -> None:

@@ -218,6 +218,14 @@ class _Pass:
     gradients: Gradients
     reached: bool
 
+    def with_terms(self, terms: Iterable[str], parameters: Sequence[nn.Parameter]) -> _Pass:
+        """Returns the pass with all of these terms. A term that its loss did not return is a sum of 0, of nothing."""
+        none = dict.fromkeys(terms, 0.0)
+        # Expanded zeros take no memory.
+        zeros = [parameter.new_zeros(()).expand_as(parameter) for parameter in parameters]
+        return replace(self, sums=none | self.sums, counts=none | self.counts,
+                       gradients=dict.fromkeys(none, zeros) | self.gradients)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class _Passes:
@@ -249,7 +257,7 @@ class _Passes:
     def adds_up(self, term: str) -> bool:
         """Tells whether the parts' denominators add up to the whole's."""
         first, second, whole = self._counts(term)
-        needed = whole if self.given is None else self.given[term]
+        needed = whole if self.given is None else self.given.get(term, 0.0)
         return math.isclose(first + second, needed, rel_tol=_COUNT_TOLERANCE, abs_tol=_COUNT_TOLERANCE)
 
     def change(self, term: str) -> float:
@@ -342,6 +350,7 @@ def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives som
         divisors = whole.counts if denominators is None else denominators
         one = _pass(parameters, losses_of, (0, first), divisors)
         other = _pass(parameters, losses_of, (first, first + second), divisors)
+        whole, one, other = _with_all_terms((whole, one, other), parameters)
         return _Passes((first, second), whole, one, other, given=denominators, tolerance=tolerance)
 
     try:
@@ -409,6 +418,7 @@ def change_by_draws(model: nn.Module, losses_of: Callable[[int, int], Losses], s
             other = _pass(parameters, losses_of, (0, samples), None)
     finally:
         snapshot.restore()
+    one, other = _with_all_terms((one, other), parameters)
     twice = _Passes((samples, 0), one, other, other, given=None, tolerance=0.0)
     return max((twice.difference(term, 1.0, 0.0) for term in one.sums), default=0.0)
 
@@ -476,7 +486,8 @@ def _pass(
     counts = {term: float(own) for term, (_, own) in losses.items()}
     divisors, reached, gradients = divisors or counts, False, dict[str, list[Tensor]]()
     for left, (term, (total, _)) in enumerate(losses.items(), 1 - len(losses)):
-        loss = total / (divisors[term] or 1.0)
+        # A term that the whole batch lacks is divided by nothing.
+        loss = total / (divisors.get(term) or 1.0)
         # A compiled model's graph cannot be kept.
         own = _gradient(loss, parameters, retain_graph=left < 0) if loss.requires_grad else [None] * len(parameters)
         reached |= any(gradient is not None for gradient in own)
@@ -484,6 +495,12 @@ def _pass(
                            for gradient, parameter in zip(own, parameters, strict=True)]  # fmt: skip
     sums = {term: float(total.detach()) for term, (total, _) in losses.items()}
     return _Pass(sums, counts, gradients, reached)
+
+
+def _with_all_terms(passes: Sequence[_Pass], parameters: Sequence[nn.Parameter]) -> list[_Pass]:
+    """Returns passes with the terms of each other: a loss may leave out a term that has nothing in some samples."""
+    terms = dict.fromkeys(term for one in passes for term in one.sums)
+    return [one.with_terms(terms, parameters) for one in passes]
 
 
 def _gradient(loss: Tensor, parameters: list[nn.Parameter], *, retain_graph: bool) -> list[Tensor | None]:

@@ -202,7 +202,7 @@ class Task(BatchTask):
         Returns:
             By term, the sum over the batch and its denominator: the number of samples (or tokens, pixels, …) in this
             batch. The sum over the logical batch is divided by the sum of the denominators. A mean, or a sum divided
-            here, would weigh parts wrongly.
+            here, would weigh parts wrongly. A term may be left out where a batch has nothing that it is about.
         """
         raise NotImplementedError
 

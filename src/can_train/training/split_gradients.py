@@ -145,9 +145,14 @@ class _Batch:
         """Returns the loss, and the gradient as training accumulates it, in micro-batches of these sizes; or the means
         of the micro-batches' own losses and gradients, each with its own denominators.
         """
+        known = self.denominators
+        denominators = dict.fromkeys(known, float(len(sizes))) if averages else dict(known)
 
         def losses_of(start: int, stop: int) -> Losses:
             losses = self.batch.losses(self.model, start, stop)
+            for term in losses:
+                # The whole batch may lack a term that a part has.
+                denominators.setdefault(term, float(len(sizes)) if averages else 0.0)
             if not averages:
                 return losses
             return {term: (total / (own or 1.0), 1.0) for term, (total, own) in losses.items()}
@@ -156,7 +161,6 @@ class _Batch:
                                rescue=RescueSettings(adaptive=False))  # fmt: skip
         snapshot = Snapshot(self.model, self.meter.device)
         self.model.zero_grad()
-        denominators = dict.fromkeys(self.denominators, float(len(sizes))) if averages else self.denominators
         result = batcher.run_share(losses_of, sum(sizes), denominators=denominators, weights=self.weights or None)
         snapshot.restore()
         gradient = torch.cat([one.grad.flatten() for one in self.model.parameters() if one.grad is not None])
