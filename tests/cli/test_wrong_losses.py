@@ -33,6 +33,14 @@ LISTED = """
                 return self.layers[0](points)
 
         return Listed()"""
+
+
+def method(name: str, arguments: str, returned: str) -> str:
+    """Returns the lines of a method, which follow the metrics."""
+    return f"return {{}}\n\n    def {name}(self, {arguments}):\n        return {returned}"
+
+
+SETS = 'return {"train": samples[:200], "validation": samples[200:250], "test": samples[250:]}'
 # The lines of a task, in the place of which lines, and the error.
 WRONG = {
     "mean, n": (LOSS, f'return {{"class": ({EACH}.mean(), len(labels))}}',
@@ -52,6 +60,33 @@ WRONG = {
                  "MyTask.measure did not return {name: number}: 'f1' is 'good'"),
     "labels": (METRICS, PREDICT + LABELS,
                "MyTask.labels returned a class without a probability: 7 to 7"),
+    "labels of some": (METRICS, PREDICT + LABELS.replace("7 for", "None for"),
+                       "whole number for each sample, the number of its class from 0: None for sample 0"),
+    "labels, shares": (METRICS, PREDICT + LABELS.replace("7 for", "0.5 for"), "class from 0: 0.5 for sample 0"),
+    "no labels": (METRICS, PREDICT + LABELS.replace("[7 for _ in samples]", "7"), "class from 0: 7."),
+    "predicted text": (METRICS, PREDICT.replace("model(batch[0])", '["a"] * len(batch[1])') + LABELS,
+                       "MyTask.predict must return a probability of each class where samples have labels: 'a'"),
+    "sampler": (METRICS, method("sampler", "epoch", "[]"), "nor a weight for each: it returned none"),
+    "ragged sampler": (METRICS, method("sampler", "epoch", "[[1], [2, 3]]"), "MyTask.sampler failed: ValueError"),
+    "denominators": (METRICS, method("denominators", "samples", "{'other': len(samples)}"),
+                     "no denominator of 'class', a term that MyTask.loss returns: it names 'other'. Return {'class'"),
+    "a denominator": (METRICS, method("denominators", "samples", "len(samples)"),
+                      "MyTask.denominators did not return {term: number}: int"),
+    "no denominator": (METRICS, method("denominators", "samples", "{'class': None}"), "number}: 'class' is None"),
+    "feature nan": (METRICS, method("features", "sample", "{'n': float('nan')}"),
+                    "MyTask.features must return finite numbers of 0 or more by name: 'n' is nan for sample 0"),
+    "feature -1": (METRICS, method("features", "sample", "{can_train.Feature('n'): -1}"), "'n' is -1 for sample 0"),
+    "feature text": (METRICS, method("features", "sample", "{'n': '3'}"), "'n' is '3' for sample 0"),
+    "no features": (METRICS, method("features", "sample", "3"), "0 or more by name: 3 for sample 0 of train"),
+    "validation": (SETS, SETS.replace("samples[200:250]", "[]"), "The validation set is empty"),
+    "validation sets": (SETS, SETS.replace("samples[200:250]", "{'a': []}"), "under the name 'validation/a'"),
+    "test": (SETS, SETS.replace("samples[250:]", "[]"), "The test set is empty"),
+    "training": ('"epochs": 2', '"epochs": "two"', "training = {'epochs': 'two'}, and epochs: 'two' is not a whole"),
+    "training, any": ('"epochs": 2', '"epochs": object', "and it is no number, text, list or dict"),
+    "no training": ('training = {"lr": 0.01, "lr_batch_size": 32, "epochs": 2}', 'training = ["lr"]',
+                    "MyTask.training must be a dict of training settings: ['lr']"),
+    "keys": (SETS, f"samples = [dict(x=x, y=y, **dict.fromkeys(['extra'] * y)) for x, y in samples]\n        {SETS}",
+             "sample['extra'] is there in sample"),
 }  # fmt: skip
 # The remedies of the errors, as they are typed.
 MENDED = {

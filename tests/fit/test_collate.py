@@ -11,7 +11,15 @@ from torch.utils.data import default_collate
 
 from can_train import simulated_gpu
 from can_train.errors import DataError
-from can_train.fit.collate import host_copies, leaves, numbers_in, samples_in, select_samples, to_device
+from can_train.fit.collate import (
+    host_copies,
+    leaves,
+    numbers_in,
+    pad_and_stack,
+    samples_in,
+    select_samples,
+    to_device,
+)
 
 N = 50
 X, Y = torch.arange(N * 3.0).reshape(N, 3), torch.arange(N)
@@ -146,3 +154,32 @@ def test_copies_on_the_host_keep_no_part_of_the_device() -> None:
     assert all(
         one["corner"].tolist() == pytest.approx([7.389056] * 2) and not one["corner"].requires_grad for one in copied
     )
+
+
+@pytest.mark.parametrize(
+    ("samples", "value"),
+    [
+        ([{"x": 1}, {"x": 1, "extra": 2}], "sample['extra'] is there in sample 1 of the batch, and not in sample 0"),
+        ([{"x": 1, "z": 2}] * 3 + [{"x": 1}], "sample['z'] is there in sample 0 of the batch, and not in sample 3"),
+        ([{"x": [1, 2]}, {"x": [1]}], "sample['x'] has 2 members in sample 0 of the batch, and 1 in sample 1"),
+        ([(X, [{"y": 1}]), (X, [{"z": 1}])], "sample[1][0]['"),
+        ([(X, 1), (X, None)], "type of sample[1] is int in sample 0 of the batch, and None in sample 1"),
+        ([(X, 1), (X, "a")], "type of sample[1] is int in sample 0 of the batch, and str in sample 1"),
+        ([X, None], "type of sample is Tensor in sample 0 of the batch, and None in sample 1"),
+        ([Pair(X, 1), X], "type of sample is Pair in sample 0 of the batch, and Tensor in sample 1"),
+        ([{"x": X}, {"x": X[:, :2]}], "sample['x'] has shapes (50, 2), (50, 3)"),
+        ([X.numpy(), 3], "type of sample is ndarray in sample 0 of the batch, and int in sample 1"),
+        ([X[0], X[0, 0]], "sample has shapes (), (3,)"),
+    ],
+)  # fmt: skip
+def test_samples_that_are_not_built_alike_are_told_with_their_place(samples: list[Any], value: str) -> None:
+    with pytest.raises(DataError) as raised:
+        pad_and_stack(samples)
+    assert value in str(raised.value)
+    assert "Write Task.collate" in str(raised.value)
+
+
+def test_numbers_of_several_kinds_become_the_widest() -> None:
+    assert pad_and_stack([1, 2.5]).tolist() == [1.0, 2.5]
+    assert pad_and_stack([True, np.int64(3)]).tolist() == [1, 3]
+    assert pad_and_stack([True, np.bool_(False)]).dtype == torch.bool

@@ -574,10 +574,7 @@ def _compose(composition: _Composition) -> DictConfig:
     for group in _CHOSEN_GROUPS:
         store(_schema(classes[group]), group=group, name="schema")
     always: dict[str, Any] = {name: _schema(cls) for name, cls in classes.items() if name not in _CHOSEN_GROUPS}
-    for name in task.training:
-        if name not in (known := [one.name for one in fields(TrainingSettings)]):
-            raise unknown_name("setting among the task's own defaults of training", name, known)
-    always["training"] = _schema(TrainingSettings, **task.training)
+    always["training"] = _training_schema(task)
     # The first folder that has a preset wins in Hydra.
     always["hydra"] = {"searchpath": [f"file://{folder.absolute()}" for folder in reversed(folders)]}
     # A memory preset changes training settings, so it stands behind them, and there need be none.
@@ -612,6 +609,24 @@ def _compose(composition: _Composition) -> DictConfig:
         GlobalHydra.set_instance(hydra)
         VersionBase.set_instance(version)
     return config
+
+
+def _training_schema(task: TaskSettings) -> Any:
+    """Returns the settings of training with the task's own defaults."""
+    for name, value in task.training.items():
+        if name not in (known := [one.name for one in fields(TrainingSettings)]):
+            raise unknown_name("setting among the task's own defaults of training", name, known)
+        reason, cause = "it is no number, text, list or dict", None
+        if is_plain := isinstance(value, int | float | str | list | tuple | Mapping | None):
+            try:
+                OmegaConf.structured(_schema(TrainingSettings, **{name: value}))
+            except Exception as error:  # noqa: BLE001 - hydra-zen and OmegaConf raise many kinds for members of a list
+                reason, cause, is_plain = reason_of(error).rstrip("."), error, False
+        if not is_plain:
+            raise ConfigError("The task's own defaults of training do not fit the settings",
+                              value=f"training = {{{name!r}: {value!r:.60}}}, and {reason}",
+                              remedy="Mend `training` in the class of the task") from cause  # fmt: skip
+    return _schema(TrainingSettings, **task.training)
 
 
 def _unfit(error: BaseException, folders: Sequence[Path]) -> ConfigError:

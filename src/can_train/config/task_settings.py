@@ -555,6 +555,9 @@ def describe(cls: Any) -> TaskSettings:
         lacking = lacking or sorted(cls.__abstractmethods__)
         raise ConfigError(f"{name} lacks a method that every task has", value=", ".join(lacking),
                           remedy=f"Write {name}.{lacking[0]}; see docs/tasks.md")  # fmt: skip
+    if not isinstance(cls.training, Mapping):
+        raise ConfigError(f"{name}.training must be a dict of training settings", value=f"{cls.training!r:.60}",
+                          remedy='Write training = {"lr": 1e-3, "lr_batch_size": 32}')  # fmt: skip
     _check_settings(f"{name}.Settings", cls.Settings)
     _check_settings(f"{name}.DatasetSettings", cls.DatasetSettings, ("name", "path"))
     _check_settings(f"{name}.EvaluationSettings", cls.EvaluationSettings)

@@ -139,33 +139,80 @@ def pad_and_stack(samples: Sequence[Any]) -> Any:
             [3, 0]]), tensor([0, 1]))
 
     Raises:
-        DataError: Tensors differ in more than their length.
+        DataError: Tensors differ in more than their length, or samples in their keys, their lengths or their types.
     """
+    return _stacked(samples, "sample")
+
+
+# Numbers, the narrowest first: samples with 1 and with 2.5 are floating-point numbers.
+_NUMBERS: Final = ((bool, bool | np.bool_), (int, bool | np.bool_ | int | np.integer),
+                   (float, bool | np.bool_ | int | np.integer | float | np.floating))  # fmt: skip
+_ALIKE: Final = "Samples of a batch must be built alike where Task.collate is not written"
+_OWN_COLLATE: Final = "Write Task.collate, which makes a batch of samples"
+
+
+def _stacked(samples: Sequence[Any], place: str) -> Any:
+    """Collates the parts of samples that are at the same `place` in each: `sample['boxes'][0]`."""
     first = samples[0]
     if isinstance(first, ColumnRow):
         return first.column.stacked([sample.row for sample in samples])
-    if isinstance(first, np.ndarray):
-        return pad_and_stack([torch.from_numpy(sample) for sample in samples])
-    if isinstance(first, Tensor):
-        if len({sample.shape for sample in samples}) == 1:
-            return torch.stack(list(samples))
-        if len({sample.shape[1:] for sample in samples}) == 1 and first.ndim:
-            return pad_sequence(list(samples), batch_first=True)
-        shapes = ", ".join(str(tuple(shape)) for shape in sorted({sample.shape for sample in samples})[:3])
-        raise DataError("Samples of a batch differ in their first dimension at most", value=f"shapes {shapes}",
-                        remedy="Write Task.collate, which makes a batch of samples")  # fmt: skip
-    for kind, of_numpy in ((bool, np.bool_), (int, np.integer), (float, np.floating)):
-        if isinstance(first, kind | of_numpy):
+    if isinstance(first, Tensor | np.ndarray):
+        _check_kinds(samples, Tensor | np.ndarray, place)
+        return _stacked_tensors([torch.from_numpy(each) if isinstance(each, np.ndarray) else each
+                                 for each in samples], place)  # fmt: skip
+    for kind, kinds in _NUMBERS:
+        if all(isinstance(sample, kinds) for sample in samples):
             return torch.tensor([kind(sample) for sample in samples])
+    if isinstance(first, _NUMBERS[-1][1]):
+        _check_kinds(samples, _NUMBERS[-1][1], place)
     if isinstance(first, Mapping):
-        return {name: pad_and_stack([sample[name] for sample in samples]) for name in first}
+        _check_kinds(samples, Mapping, place)
+        _check_keys(samples, place)
+        return {name: _stacked([sample[name] for sample in samples], f"{place}[{name!r}]") for name in first}
     if isinstance(first, tuple | list):
-        members = [pad_and_stack(list(values)) for values in zip(*samples, strict=True)]
+        _check_kinds(samples, tuple | list, place)
+        _check_lengths(samples, place)
+        members = [_stacked(values, f"{place}[{number}]") for number, values in enumerate(zip(*samples, strict=True))]
         return type(first)(*members) if hasattr(first, "_fields") else type(first)(members)
     if is_dataclass(first) and not isinstance(first, type):
-        return replace(first, **{one.name: pad_and_stack([getattr(sample, one.name) for sample in samples])
-                                 for one in fields(first)})  # fmt: skip
+        _check_kinds(samples, type(first), place)
+        return replace(first, **{one.name: _stacked([getattr(sample, one.name) for sample in samples],
+                                                    f"{place}.{one.name}") for one in fields(first)})  # fmt: skip
     return list(samples)
+
+
+def _stacked_tensors(tensors: Sequence[Tensor], place: str) -> Tensor:
+    if len({tensor.shape for tensor in tensors}) == 1:
+        return torch.stack(list(tensors))
+    if len({tensor.shape[1:] for tensor in tensors}) == 1 and all(tensor.ndim for tensor in tensors):
+        return pad_sequence(list(tensors), batch_first=True)
+    shapes = ", ".join(str(tuple(shape)) for shape in sorted({tensor.shape for tensor in tensors})[:3])
+    raise DataError("Samples of a batch differ in their first dimension at most", value=f"{place} has shapes {shapes}",
+                    remedy=_OWN_COLLATE)  # fmt: skip
+
+
+def _check_kinds(samples: Sequence[Any], kinds: Any, place: str) -> None:
+    for number, sample in enumerate(samples):
+        if not isinstance(sample, kinds):
+            first, other = type(samples[0]).__name__, "None" if sample is None else type(sample).__name__
+            value = f"the type of {place} is {first} in sample 0 of the batch, and {other} in sample {number}"
+            raise DataError(_ALIKE, value=value, remedy=_OWN_COLLATE)
+
+
+def _check_keys(samples: Sequence[Mapping[Any, Any]], place: str) -> None:
+    for number, sample in enumerate(samples):
+        if sample.keys() != samples[0].keys():
+            key = next(iter(sample.keys() ^ samples[0].keys()))
+            having, lacking = (0, number) if key in samples[0] else (number, 0)
+            value = f"{place}[{key!r}] is there in sample {having} of the batch, and not in sample {lacking}"
+            raise DataError(_ALIKE, value=value, remedy=_OWN_COLLATE)
+
+
+def _check_lengths(samples: Sequence[Sequence[Any]], place: str) -> None:
+    for number, sample in enumerate(samples):
+        if len(sample) != len(samples[0]):
+            value = f"{place} has {len(samples[0])} members in sample 0 of the batch, and {len(sample)} in sample"
+            raise DataError(_ALIKE, value=f"{value} {number}", remedy=f"{_OWN_COLLATE}; a tensor would be padded")
 
 
 def to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:

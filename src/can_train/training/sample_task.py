@@ -45,10 +45,14 @@ from can_train.training.task_values import (
     VALIDATION,
     Losses,
     PartOutcome,
+    check_named,
+    checked_counts,
+    checked_denominators,
     checked_terms,
+    class_numbers,
+    class_shares,
     measure_numbers,
     metric_numbers,
-    prediction_numbers,
     sampled_rows,
     scored,
 )
@@ -580,7 +584,8 @@ class Task(BatchTask):
         """Counts the features of a sample."""
         with self.asked(f"features of {self.describe(row)}"):
             counts = _lengths(sample) if type(self).features is Task.features else self.features(sample)
-            return {_feature(kind): number for kind, number in counts.items()}
+        counts = checked_counts(f"{type(self).__name__}.features", counts, self.describe(row))
+        return {_feature(kind): number for kind, number in counts.items()}
 
     def take(self, rows: Sequence[int], seeds: Sequence[int]) -> list[Any]:
         """Returns samples; a stream seeds its samples itself."""
@@ -635,9 +640,9 @@ class Task(BatchTask):
             chosen = self.sampler(epoch)
             if chosen is None:
                 return super().epoch_order(rows, seed=seed, epoch=epoch)
-            numbers = chosen if isinstance(chosen, Tensor | np.ndarray) else list(chosen)
+            numbers = np.asarray(chosen if isinstance(chosen, Tensor | np.ndarray) else list(chosen))
         first = self._first_train_row
-        return sampled_rows(np.asarray(numbers), first, len(self.sets[TRAIN]), rows, seed=int(mixed[0]))
+        return sampled_rows(numbers, first, len(self.sets[TRAIN]), rows, seed=int(mixed[0]))
 
     def epoch_size(self, rows: Rows) -> int | None:
         """Returns the number of samples of every epoch; None: `sampler` decides."""
@@ -738,6 +743,11 @@ class Task(BatchTask):
     ) -> LogicalBatch:
         """Prepares a logical batch; without a generator, one of validation."""
         return SampleBatch(self, rows, device, dtype, generator)
+
+    @property
+    def loss_name(self) -> str:
+        """The name of the method that computes the loss of the current phase."""
+        return getattr(self._phase.loss or self.loss, "__name__", "loss")
 
     def losses_of(
         self, model: nn.Module, batch: Any, *, validating: bool
@@ -870,8 +880,9 @@ class Task(BatchTask):
             labels = self.labels(Samples(self, rows))
         if labels is None:
             return None
-        where, truth = f"{type(self).__name__}.labels", np.array([int(label) for label in labels])
-        numbers = [prediction_numbers(each) for each in predictions]
+        where = f"{type(self).__name__}.labels"
+        truth = class_numbers(where, labels)
+        numbers = class_shares(f"{type(self).__name__}.predict", predictions)
         count = len(numbers[0])
         if len(truth) != len(numbers) or {len(each) for each in numbers} != {count} or count == 1:
             raise DataError(f"{where} and predict do not match", value=f"{len(truth)} labels, {len(numbers)} "
@@ -980,6 +991,7 @@ class SampleBatch:
         self._validating = generator is None
         self._seeds = sample_seeds(rows, generator)
         self._samples: dict[int, Any] = {}
+        self._given: Mapping[str, float | Tensor] | None = None  # Denominators, once they were asked for
         if task.stream is not None and len(rows) and rows.min() >= task._stream_row:
             task.stream.open((rows - task._stream_row).tolist())
         if type(task).draw is not Task.draw:
@@ -991,11 +1003,18 @@ class SampleBatch:
         if type(self._task).denominators is Task.denominators:
             return None
         with self._task.asked("denominators"):
-            return self._task.denominators(self.samples(0, len(self._rows)))
+            given = self._task.denominators(self.samples(0, len(self._rows)))
+        self._given = checked_denominators(f"{type(self._task).__name__}.denominators", given)
+        # A tensor is a number, too, and only rarely is it one.
+        return cast("Mapping[str, float] | None", self._given)
 
     def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[Tensor, float | Tensor]]:
         """Computes the sum and the denominator of each loss term over samples `start:stop` of the batch."""
-        return self._task.losses_of(model, self.collated(start, stop), validating=self._validating)
+        losses = self._task.losses_of(model, self.collated(start, stop), validating=self._validating)
+        if self._given is not None and not self._validating:
+            name = type(self._task).__name__
+            check_named(f"{name}.{self._task.loss_name}", losses, self._given, f"{name}.denominators")
+        return losses
 
     def collated(self, start: int, stop: int) -> Any:
         """Returns samples `start:stop` as a batch on the device."""
@@ -1142,9 +1161,6 @@ def _check_sets(task: str, sets: Mapping[str, Any]) -> None:
     if TRAIN not in sets:
         raise DataError(f"{task}.datasets returned no set with the name 'train'", value=f"{list(sets)}",
                         remedy=_SETS_REMEDY)  # fmt: skip
-    if not (is_stream(sets[TRAIN]) or sets[TRAIN]):
-        raise DataError(f"The training set is empty: {task}.datasets returned no sample under the name 'train'",
-                        remedy="Check the files and the filters that it reads by")  # fmt: skip
     for name, samples in sets.items():
         if is_stream(samples):
             if name == TRAIN and isinstance(samples, Iterator):
@@ -1156,6 +1172,12 @@ def _check_sets(task: str, sets: Mapping[str, Any]) -> None:
         if not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
             raise DataError(f"{task}.datasets returned a {type(samples).__name__} under the name {name!r}",
                             remedy="Make a list of it, or an object with __iter__")  # fmt: skip
+        if not len(samples):
+            kind = "training" if name == TRAIN else "validation" if _validates(name) else "test"
+            rest = {TRAIN: "", VALIDATION: "; without a validation set, a tenth of the training samples is kept for it"}
+            leave = "" if name == TRAIN else f", or leave the set out{rest.get(name, '')}"
+            raise DataError(f"The {kind} set is empty: {task}.datasets returned no sample under the name {name!r}",
+                            remedy=f"Check the files and the filters that it reads by{leave}")  # fmt: skip
 
 
 def _table(counted: Sequence[Mapping[Feature, float]], features: Sequence[Feature]) -> NDArray[np.float64]:

@@ -4,7 +4,7 @@ an error names the method and the value.
 Shapes: R samples of a call.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from can_train.errors import DataError
-from can_train.task import Predictions
+from can_train.task import Feature, Predictions
 
 Rows = NDArray[np.int64]
 
@@ -44,6 +44,8 @@ def sampled_rows(numbers: NDArray[Any], first: int, size: int, rows: Rows, *, se
     """Returns the rows that a sampler has chosen by numbers or weights of the `size` samples from row `first` on."""
     rule = "Task.sampler did not return the numbers of training samples, nor a weight for each"
     remedy = f"Return numbers from 0 to {size - 1}, or {size} weights that are not negative"
+    if not numbers.size:
+        raise DataError(rule, value="it returned none", remedy=remedy)
     if np.issubdtype(numbers.dtype, np.floating):
         if numbers.shape != (size,) or not np.isfinite(numbers).all() or (numbers < 0).any():
             raise DataError(
@@ -55,7 +57,7 @@ def sampled_rows(numbers: NDArray[Any], first: int, size: int, rows: Rows, *, se
         drawn = np.random.default_rng(seed).choice(len(rows), size=len(rows), p=weights / weights.sum())
         sampled: Rows = rows[drawn]
         return sampled
-    if numbers.ndim != 1 or not np.issubdtype(numbers.dtype, np.integer) or not numbers.size:
+    if numbers.ndim != 1 or not np.issubdtype(numbers.dtype, np.integer):
         raise DataError(rule, value=f"{numbers!r:.60}", remedy=remedy)
     if numbers.min() < 0 or numbers.max() >= size:
         raise DataError(rule, value=f"numbers from {numbers.min()} to {numbers.max()}", remedy=remedy)
@@ -81,6 +83,68 @@ def checked_terms(where: str, terms: Any) -> dict[str, tuple[Tensor, float | Ten
         stays = isinstance(denominator, Tensor) and denominator.device == total.device and not denominator.ndim
         checked[str(term)] = (total, denominator.detach() if stays else float(denominator))
     return checked
+
+
+def checked_denominators(where: str, denominators: Any) -> dict[str, float | Tensor] | None:
+    """Returns the denominators that the method `where` returned; raises DataError where they are none."""
+    if denominators is None:
+        return None
+    rule = f"{where} did not return {{term: number}}"
+    remedy = "Return {'loss': len(samples)}, with the terms that the loss returns, or leave the method out"
+    if not isinstance(denominators, Mapping):
+        raise DataError(rule, value=type(denominators).__name__, remedy=remedy)
+    checked: dict[str, float | Tensor] = {}
+    for term, value in denominators.items():
+        # Reading a number of the device would make the host wait.
+        stays = isinstance(value, Tensor) and value.device.type != "cpu" and not value.ndim
+        number = value if stays else _as_number(value)
+        if number is None or (not stays and not np.isfinite(number)):
+            raise DataError(rule, value=f"{term!r} is {_shown(value)}", remedy=remedy)
+        checked[str(term)] = number
+    return checked
+
+
+def check_named(where: str, terms: Iterable[str], denominators: Mapping[str, Any], method: str) -> None:
+    """Raises DataError where the method `method` names no denominator of a loss term that `where` returned."""
+    for term in terms:
+        if term not in denominators:
+            named = ", ".join(map(repr, denominators)) or "none"
+            raise DataError(f"{method} names no denominator of {term!r}, a term that {where} returns",
+                            value=f"it names {named}",
+                            remedy=f"Return {{{term!r}: number}}, with all terms of the loss")  # fmt: skip
+
+
+def checked_counts(where: str, counts: Any, sample: str) -> Mapping[str | Feature, float]:
+    """Returns the counts of a sample that the method `where` returned; raises DataError where they are none."""
+    rule, remedy = (
+        f"{where} must return finite numbers of 0 or more by name",
+        "Return {'nodes': 5}: sizes of the sample",
+    )
+    if not isinstance(counts, Mapping):
+        raise DataError(rule, value=f"{_shown(counts)} for {sample}", remedy=remedy)
+    checked = {}
+    for kind, count in counts.items():
+        number = _as_number(count)
+        if not isinstance(kind, str | Feature) or number is None or not 0 <= number < np.inf:
+            name = kind.name if isinstance(kind, Feature) else kind
+            raise DataError(rule, value=f"{name!r} is {_shown(count)} for {sample}", remedy=remedy)
+        checked[kind] = number
+    return checked
+
+
+def class_numbers(where: str, labels: Any) -> NDArray[np.int64]:
+    """Returns the classes that the method `where` returned; raises DataError where one of them is no class."""
+    rule = f"{where} must return a whole number for each sample, the number of its class from 0"
+    remedy = "Leave samples without a class out of the set; return None in place of the list where there are no classes"
+    if not isinstance(labels, Iterable) or isinstance(labels, str | bytes | Mapping):
+        raise DataError(rule, value=_shown(labels), remedy=remedy)
+    numbers = []
+    for position, label in enumerate(labels):
+        number = _as_number(label)
+        if number is None or not number.is_integer():
+            raise DataError(rule, value=f"{_shown(label)} for sample {position}", remedy=remedy)
+        numbers.append(int(number))
+    return np.asarray(numbers, np.int64)
 
 
 def metric_numbers(where: str, metrics: Any) -> dict[str, tuple[float, float]]:
@@ -131,6 +195,19 @@ def prediction_numbers(prediction: Any) -> NDArray[np.float64]:
     """Returns the numbers of a prediction in a row."""
     # NumPy has no bfloat16.
     return np.ravel(np.asarray(prediction.double() if isinstance(prediction, Tensor) else prediction, np.float64))
+
+
+def class_shares(where: str, predictions: Sequence[Any]) -> list[NDArray[np.float64]]:
+    """Returns the numbers of each prediction that the method `where` made of samples with classes."""
+    shares = []
+    for prediction in predictions:
+        try:
+            shares.append(prediction_numbers(prediction))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(f"{where} must return a probability of each class where samples have labels",
+                            value=_shown(prediction),
+                            remedy="Return model(batch).softmax(1), or leave out Task.labels") from error  # fmt: skip
+    return shares
 
 
 def scored(parts: Sequence[PartOutcome]) -> Predictions | None:
