@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from can_train.cli.main import main
-from can_train.config.resolved import plain_from_yaml
+from can_train.config.compose import RunRequest, changed_settings, from_plain, resolve, with_changes
+from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yaml
+from can_train.errors import ConfigError
 from fakes.own_tasks import CLASSIFIER, write_task
 
 
@@ -197,6 +199,53 @@ def test_a_setting_of_the_task_is_named_with_task(own: Path, capsys) -> None:
     for words in (("--set", "task.hiden=8"), ("--set", "task.hidden=many")):
         assert main((*line, *words)) == 2
         assert "task.hidden" in capsys.readouterr().err
+
+
+TYPED = CLASSIFIER.replace("hidden: int = 32", """hidden: int = 32
+        kind: Literal["gcn", "gat"] = "gcn"
+        depth: Literal[1, 2] | None = None
+        rates: tuple[float, ...] = (0.1, 0.2)
+        table: dict[str, int] = field(default_factory=lambda: {"a": 1})""").replace(
+    "import dataclass", "import dataclass, field\nfrom typing import Literal"
+)  # fmt: skip
+
+
+def typed(own: Path, *sets: str) -> ResolvedRun:
+    own.write_text(TYPED)
+    return resolve(RunRequest(task=f"{own}:MyTask", sets=sets))
+
+
+def test_settings_have_the_types_of_their_fields_also_once_they_are_read_back(own: Path) -> None:
+    for sets in (("task.table={a:3,b:2}",), ("task.table.a=3", "task.table.b=2")):
+        run = typed(own, *sets, "task.kind=gat", "task.rates=[0.5]", "task.depth=2")
+        for settings in (run.settings, from_plain(plain_from_yaml(plain_to_yaml(run.config))).settings):
+            assert (settings.kind, settings.rates, settings.depth) == ("gat", (0.5,), 2)
+            assert settings.table == {"a": 3, "b": 2}
+        again = with_changes(run.config, ("task.table.c=4",), {})
+        assert again.settings.table == {"a": 3, "b": 2, "c": 4}
+    assert {"value": 2, "default": None} in (changed_settings(run.config) or {}).values()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("task.kind=xyz", "Unknown value of task.kind: 'xyz'. Valid, nearest first: gat, gcn"),
+        ("task.depth=3", "Unknown value of task.depth: '3'. Valid, nearest first: 1, 2"),
+        ("task.table={b:x}", "task.table.b must be a whole number: 'x'"),
+        ("task.tabel.b=2", "Unknown setting: 'task.tabel.b'"),
+        ("task.table.b.c=2", "Unknown setting: 'task.table.b.c'"),
+    ],
+)
+def test_a_setting_of_another_value_than_its_type_has_is_refused(own: Path, setting: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        typed(own, setting)
+    assert message in " ".join(str(raised.value).split())
+
+
+def test_a_task_without_pipelines_is_told_so(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("pipeline", "--task", f"{own}:MyTask")) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "This task has no pipelines: there is no preset pipeline/standard.yaml. Train it without" in said
 
 
 def test_a_sweep_of_its_settings_is_several_runs(own: Path, tmp_path: Path, capsys) -> None:

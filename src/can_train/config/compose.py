@@ -20,7 +20,8 @@ from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -45,6 +46,7 @@ from can_train.config.overrides import (
     escaped,
     from_model_args,
     from_set,
+    open_dicts,
     parsed_value,
     plain_value,
     reason_of,
@@ -124,6 +126,7 @@ def resolve(request: RunRequest) -> ResolvedRun:
     }
     choices |= {"memory": request.memory} if request.memory else {}
     config = deepcopy(_compose(_Composition.of(task, classes, choices, folders)))
+    open_dicts(config)
     scalars = {"task": task_name, "model_name": model, "size": size, "device": request.device,
                "paths.code_dir": code_dir, "paths.config_dir": request.config_dir}  # fmt: skip
     for key, value in (scalars | {"mode.name": mode} | named).items():
@@ -725,6 +728,7 @@ def _load(plain: Mapping[str, Any]) -> tuple[DictConfig, dict[str, type]]:
     OmegaConf.set_struct(schema, True)
     for group in OPEN_GROUPS:
         OmegaConf.set_struct(OmegaConf.select(schema, group), False)
+    open_dicts(schema)
     try:
         merged = OmegaConf.merge(schema, escaped(dict(plain)))
     except OmegaConfBaseException as error:
@@ -752,8 +756,26 @@ def _make_settings(cls: Any, plain: Mapping[str, Any], group: str) -> Any:
         if not isinstance(value, wanted):
             kind = KINDS["List" if wanted is list else "Dict"]
             raise SettingError(f"{as_given(key)} must be {kind}", value=repr(value))
-        given[name] = _make_settings(kinds[name], value, key) if is_dataclass(kinds[name]) else value
+        given[name] = _make_settings(kinds[name], value, key) if is_dataclass(kinds[name]) else (
+            _fitted(kinds[name], value, key))  # fmt: skip
     return cls(**given)
+
+
+def _fitted(kind: Any, value: Any, key: str) -> Any:
+    """Returns a value as the type of its setting says, of which OmegaConf knows no `Literal`, and no tuple."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        kinds = [each for each in arguments if each is not type(None)]
+        # Of several types, any may be meant.
+        return value if value is None or len(kinds) > 1 else _fitted(kinds[0], value, key)
+    if origin is Literal:
+        chosen = [choice for choice in arguments if (type(choice), choice) == (type(value), value)]
+        # Text of --set that looks like a number is read as one.
+        chosen += [choice for choice in arguments if str(choice) == str(value)]
+        if not chosen:
+            raise unknown_name(f"value of {as_given(key)}", str(value), map(str, arguments))
+        return chosen[0]
+    return tuple(value) if origin is tuple and isinstance(value, list) else value
 
 
 def _spec_and_mode(task: TaskSettings, model: str, mode: str | None) -> tuple[ModelSpec, str]:

@@ -178,7 +178,7 @@ def apply_overrides(config: DictConfig, overrides: Sequence[Override]) -> DictCo
     known = list(setting_keys(OmegaConf.to_container(config)))
     for override in overrides:
         key, is_open = override.key, override.key.startswith(tuple(f"{group}." for group in OPEN_GROUPS))
-        if key not in known and not is_open:
+        if key not in known and not is_open and not _is_in_dict(config, key):
             nearest = ", ".join(map(as_given, _nearest_settings(key, known)[:_SUGGESTIONS]))
             if key.startswith(SETTINGS) and not any(name.startswith(SETTINGS) for name in known):
                 raise ConfigError("This task has no settings of its own", value=as_given(key),
@@ -197,13 +197,30 @@ def apply_overrides(config: DictConfig, overrides: Sequence[Override]) -> DictCo
         try:
             # Of a group within a group only the given keys change, as in Hydra.
             OmegaConf.update(config, key, escaped(value), merge=isinstance(value, dict),
-                             force_add=is_open or key in OPEN_GROUPS)  # fmt: skip
+                             force_add=is_open or key in OPEN_GROUPS or _is_in_dict(config, key))  # fmt: skip
             # `${…}` is accepted for any type, and converted only when it is read.
             if OmegaConf.is_config(found := OmegaConf.select(config, key)):
                 OmegaConf.to_container(found, resolve=True)
         except OmegaConfBaseException as error:
             raise misfit(error, key, value) from error
     return config
+
+
+def open_dicts(config: DictConfig) -> None:
+    """Lets settings of a task that are dicts take new keys."""
+    for key in setting_keys(OmegaConf.to_container(config)):
+        if _is_dict_setting(config, key):
+            OmegaConf.set_struct(OmegaConf.select(config, key), False)
+
+
+def _is_in_dict(config: DictConfig, key: str) -> bool:
+    """Tells whether a key is one of a setting that is a dict, whose keys nobody has declared."""
+    return _is_dict_setting(config, key.rpartition(".")[0])
+
+
+def _is_dict_setting(config: DictConfig, key: str) -> bool:
+    node = OmegaConf.select(config, key) if "." in key else None
+    return OmegaConf.is_dict(node) and OmegaConf.get_type(node) is dict
 
 
 def _value(config: DictConfig, override: Override, *, is_open: bool) -> Any:

@@ -50,6 +50,11 @@ def load_stages(preset: str, folders: Sequence[Path]) -> list[PipelineStage]:
         ConfigError: The preset does not exist or is malformed.
     """
     if preset not in presets(_GROUP, folders):
+        if not presets(_GROUP, folders):
+            file = f"{_GROUP}/{preset}.yaml"
+            raise ConfigError("This task has no pipelines", value=f"there is no preset {file}",
+                              remedy="Train it without the word pipeline, or list its stages in "
+                                     f"configs/{file} beside its file")  # fmt: skip
         raise unknown_name("preset of a pipeline", preset, presets(_GROUP, folders))
     path = next(path for folder in reversed(folders) if (path := folder / _GROUP / f"{preset}.yaml").is_file())
     try:
