@@ -37,7 +37,7 @@ LISTED = """
 
 def method(name: str, arguments: str, returned: str) -> str:
     """Returns the lines of a method, which follow the metrics."""
-    return f"return {{}}\n\n    def {name}(self, {arguments}):\n        return {returned}"
+    return f"return {{}}\n\n    def {name}(self{arguments and ', '}{arguments}):\n        return {returned}"
 
 
 SETS = 'return {"train": samples[:200], "validation": samples[200:250], "test": samples[250:]}'
@@ -85,6 +85,8 @@ WRONG = {
     "training, any": ('"epochs": 2', '"epochs": object', "and it is no number, text, list or dict"),
     "no training": ('training = {"lr": 0.01, "lr_batch_size": 32, "epochs": 2}', 'training = ["lr"]',
                     "MyTask.training must be a dict of training settings: ['lr']"),
+    "phase": (METRICS, method("phases", "", '[can_train.Phase(name="a", loss=self.loss, training={"lr": "x"})]'),
+              "training.lr must be a number: 'x'"),
     "keys": (SETS, f"samples = [dict(x=x, y=y, **dict.fromkeys(['extra'] * y)) for x, y in samples]\n        {SETS}",
              "sample['extra'] is there in sample"),
 }  # fmt: skip

@@ -23,7 +23,12 @@ def check_range(
     given = {words: limit for words, limit in limits.items() if limit is not None}
     if value == math.inf:
         raise SettingError(f"{name} must be a finite number", value="inf")
-    if not all(_HOLDS[words](value, limit) for words, limit in given.items()):
+    try:
+        holds = all(_HOLDS[words](value, limit) for words, limit in given.items())
+    except TypeError:
+        # Settings that a task gives in its code pass no other check of their types.
+        raise SettingError(f"{name} must be a number", value=f"{value!r:.60}") from None
+    if not holds:
         # Whole limits in full: 4294967295, not 4.29497e+09.
         bounds = " and ".join(f"{words} {limit:.12g}" for words, limit in given.items())
         raise SettingError(f"{name} must be {bounds}", value=f"{value!r}")
