@@ -200,9 +200,8 @@ class StepState:
                 values = vars(attributes.owner).get(name)
                 if values is not attributes.values[name]:
                     continue
-                new = _newest(values, attributes.entries_before(values)) if isinstance(values, deque) else []
-                if isinstance(values, list) and len(values) > earlier:
-                    new = values[earlier:]
+                is_list = isinstance(values, list)
+                new = values[earlier:] if is_list else _newest(values, attributes.entries_before(values))
                 if new:
                     lists[position, name] = (values, new)
         return lists
@@ -536,11 +535,13 @@ def _set_changed(owner: Any, name: Any, value: Any) -> None:
 
 def _newest(values: deque[Any], earlier: Sequence[Any] | None) -> list[Any]:
     """Returns the entries that were appended to a deque, which may have dropped its oldest ones meanwhile."""
+    if earlier is None:
+        return []
     entries = list(values)
-    for kept in range(min(len(entries), len(earlier)) if earlier is not None else -1, -1, -1):
-        if earlier is not None and all(map(is_, entries[:kept], earlier[len(earlier) - kept :])):
-            return entries[kept:]
-    return []
+    most = min(len(entries), len(earlier))
+    # None of them may be left.
+    return next(entries[kept:] for kept in range(most, -1, -1)
+                if all(map(is_, entries[:kept], earlier[len(earlier) - kept :])))  # fmt: skip
 
 
 def _is_number(value: Any) -> bool:
