@@ -403,8 +403,8 @@ class FrameworkLoop:
 
     def evaluate_parts(self, batch: Any, compute: Callable[[Part], T], stage: str = "") -> list[tuple[Part, T]]:
         """Computes something of a batch without gradients, in parts that fit; returns the parts, in order, with it.
-        In the first batch of a `stage` that is split, some samples are computed whole and in two parts, so that the
-        kinds of its values are known: those of outputs by their places in (stage,).
+        In the first batch of a `stage` that is split, some samples are computed whole and in two parts, which shows the
+        kinds of its values. Places of outputs begin with the stage.
         """
         engine = self.engine
         assert engine is not None, "a batch that is refused is not computed in parts"

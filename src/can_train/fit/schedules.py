@@ -1,4 +1,4 @@
-"""Schedules of the learning rate: those of the settings, and a task's own."""
+"""Schedules of the learning rate, by the settings or by a task."""
 
 from __future__ import annotations
 
