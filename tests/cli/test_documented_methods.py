@@ -32,7 +32,8 @@ def snippet(name: str) -> str:
 def trained(folder: Path, name: str, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     """Trains the digits of the page with the methods of a class; returns the result."""
     (folder / "digits.py").write_text(snippet("Digits"))
-    mixed = f"\n\nfrom digits import Digits\n\n\nclass Trained({name}, Digits):\n    pass\n"
+    bases = dict.fromkeys((name, "Digits"))
+    mixed = f"\n\nfrom digits import Digits\n\n\nclass Trained({', '.join(bases)}):\n    pass\n"
     (folder / "trained.py").write_text(snippet(name) + mixed)
     assert main(("--task", "trained.py:Trained", "--device", "cpu", "--epochs", "2", "--json", *words)) == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -83,6 +84,14 @@ def test_a_curriculum_has_more_samples_in_each_epoch(
 ) -> None:
     result = trained(folder, "Curriculum", capsys, "--batch-size", "100", "--num-workers", workers)
     assert result["steps"] == 900 // 100 + 1200 // 100
+
+
+def test_noise_is_the_same_however_the_batch_is_split(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = trained(folder, "Digits", capsys, "--batch-size", "100")
+    losses = [trained(folder, "Denoised", capsys, "--batch-size", "100", *words)["best_validation_loss"]
+              for words in ((), ("--accumulation-splits", "4"))]  # fmt: skip
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0] != pytest.approx(plain["best_validation_loss"], rel=1e-3)
 
 
 def test_a_schedule_in_waves_is_trained_with(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """Losses and metrics that would train or judge something else than they should, as a person gets to see them."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,51 @@ def test_what_would_train_or_judge_something_else_is_an_error_before_the_first_s
 def test_the_remedy_of_the_error_works(planned, capsys: pytest.CaptureFixture[str], wrong: str) -> None:
     assert planned(WRONG[wrong][0], MENDED[wrong], "--dry-run") == 0
     assert "depend on the rest" not in capsys.readouterr().err
+
+
+def test_a_measure_that_lacks_an_import_fails_before_the_first_step(
+    planned, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planned(METRICS, f"{PREDICT}        return {{'f1': numpy.mean(predictions)}}", "--epochs", "1") == 2
+    said = capsys.readouterr().err
+    assert "MyTask.measure failed: NameError: name 'numpy' is not defined" in said
+    assert "1/1" not in said
+
+
+JUDGED = {
+    "a number": ("1.5", "MyTask.baselines did not return {baseline: {metric: number}}: float"),
+    "numbers of baselines": ("{'mean': 1.5}", "MyTask.baselines['mean'] did not return {name: number}: float"),
+    "text": ("{'mean': {'f1': 'good'}}", "MyTask.baselines['mean'] did not return {name: number}: 'f1' is 'good'"),
+}
+
+
+@pytest.mark.parametrize("wrong", JUDGED)
+def test_baselines_without_numbers_are_an_error_of_one_sentence(
+    planned, capsys: pytest.CaptureFixture[str], wrong: str
+) -> None:
+    returned, message = JUDGED[wrong]
+    assert planned(METRICS, f"return {{}}\n\n    def baselines(self, samples):\n        return {returned}",
+                   "--epochs", "1") == 3  # fmt: skip
+    said = capsys.readouterr().err
+    assert message in " ".join(said.split())
+    assert "Traceback" not in said
+
+
+def test_a_score_that_is_not_finite_has_a_row_without_a_number(
+    planned, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    after = (
+        f"{PREDICT}        return {{'f1': torch.tensor(float('nan')), 'top': float('inf'), 'sure': 0.5}}\n\n"
+        "    def baselines(self, samples):\n        return {'mean': {'f1': float('nan'), 'sure': torch.tensor(1)}}"
+    )
+    assert planned(METRICS, after, "--epochs", "1") == 0
+    printed = capsys.readouterr().out
+    (result,) = tmp_path.glob("runs/*/result.json")
+    (judged,) = json.loads(result.read_text())["judgement"]["test"].values()
+    assert {name: judged["model"][name] for name in ("f1", "top", "sure")} == {"f1": None, "top": None, "sure": 0.5}
+    assert judged["baselines"] == {"mean": {"f1": None, "sure": 1.0}}
+    table = [line.split()[-3:] for line in printed.split("Scores\n")[1].split("\n\n")[0].splitlines()]
+    assert [table[0], *table[2:]] == [["f1", "top", "sure"], ["–", "–", "0.5"], ["–", "–", "1"]]
 
 
 def test_a_measure_that_a_few_samples_do_not_have_is_no_error_and_leaves_nothing_in_the_task(planned, capsys) -> None:

@@ -174,7 +174,9 @@ def count_range(fewest: int, most: int, between: str = " to ") -> str:
 
 
 def finite(value: Any) -> Any:
-    """Copies a value for JSON; NaN and infinity become null."""
+    """Copies a value for JSON; NaN and infinity become null, and a number of NumPy or PyTorch one of Python."""
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -4,7 +4,6 @@ not at all.
 
 import csv
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from can_train.errors import ConfigError, DataError, StateError
 from can_train.io.records import writing_path, writing_place
+from can_train.io.units import finite
 
 Columns = Mapping[str, Any]
 """Columns by name: sequences, arrays or tensors, with a cell for each row."""
@@ -193,7 +193,7 @@ def _items(values: Sequence[Any]) -> Sequence[Any]:
 def _cell(value: Any) -> Any:
     if isinstance(value, bool | np.bool_):
         return str(value).lower()
-    return json.dumps(_finite(value), ensure_ascii=False) if isinstance(value, list | tuple | dict) else value
+    return json.dumps(finite(value), ensure_ascii=False) if isinstance(value, list | tuple | dict) else value
 
 
 @contextmanager
@@ -213,18 +213,8 @@ class JsonLines:
         """Appends rows."""
         names = list(columns)
         for cells in zip(*map(_items, columns.values()), strict=True):
-            row = dict(zip(names, map(_finite, cells), strict=True))
+            row = dict(zip(names, map(finite, cells), strict=True))
             self.file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Shapes: R samples of a call, named by their rows: the samples of `datasets()` on
 """
 
 import copy
+import math
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +46,7 @@ from can_train.training.task_values import (
     VALIDATION,
     Losses,
     PartOutcome,
+    baseline_numbers,
     check_named,
     checked_counts,
     checked_denominators,
@@ -538,7 +540,9 @@ class Task(BatchTask):
         if any(map(_validates, self.sets)):
             return ()
         kept, total = len(self.validation_rows), len(self.sets[TRAIN])
-        return (f"The task names no validation set: {kept:,} of {total:,} training samples are kept for it",)
+        meant = next((name for name in self.test_sets if name.lower() in _LIKE_VALIDATION), None)
+        rename = f". {meant!r} is a test set; name it {VALIDATION!r} if it is to choose the weights" if meant else ""
+        return (f"The task names no validation set: {kept:,} of {total:,} training samples are kept for it{rename}",)
 
     def build_model(self) -> nn.Module:
         """Makes the model with fresh weights, on the CPU."""
@@ -847,6 +851,9 @@ class Task(BatchTask):
             with warnings.catch_warnings(), seeded(0):
                 warnings.simplefilter("ignore")
                 measured = task.measure(Samples(task, rows), predictions)
+        except (NameError, ImportError):  # More samples do not mend these.
+            with self.asked("measure"):
+                raise
         except Exception:  # noqa: BLE001 - so few samples may have no measure: no positive one, say
             return
         measure_numbers(f"{type(self).__name__}.measure", measured)
@@ -907,14 +914,11 @@ class Task(BatchTask):
         if trained is not None:
             with self.asked("baselines"), seeded(0):
                 baselines = trained.baselines(Samples(self, rows))
+            baselines = baseline_numbers(f"{type(trained).__name__}.baselines", baselines)
         return {"samples": len(rows), MODEL: self._scores(rows, parts),
-                "baselines": {name: dict(scores) for name, scores in baselines.items()}}  # fmt: skip
+                "baselines": baselines}  # fmt: skip
 
     def _scores(self, rows: Rows, parts: Sequence[PartOutcome]) -> dict[str, float]:
-        """Returns the finite figures of a set."""
-        return {name: value for name, value in self._figures(rows, parts).items() if np.isfinite(value)}
-
-    def _figures(self, rows: Rows, parts: Sequence[PartOutcome]) -> dict[str, float]:
         """Returns the figures of a set: sums of its parts ÷ denominators, then the measures of its predictions."""
         totals: dict[str, list[float]] = {}
         for part in parts:
@@ -931,7 +935,7 @@ class Task(BatchTask):
 
     def validation_metrics(self, rows: Rows, score: Any) -> Mapping[str, float]:
         """Computes the metrics and measures of a validation set."""
-        return self._figures(rows, score.parts(rows))
+        return self._scores(rows, score.parts(rows))
 
     def tables(self, judgement: Mapping[str, Any]) -> Sequence[TextTable]:
         """Writes a judgement as a table."""
@@ -1134,6 +1138,10 @@ def make_sample_task(*arguments: Any) -> Task:
     return make_task(*arguments, sampling=True)
 
 
+# Names under which others give the set that chooses the weights
+_LIKE_VALIDATION: Final = frozenset({"val", "valid", "dev", "eval"})
+
+
 def _validates(name: str) -> bool:
     """Tells whether a set is a validation set, by its name."""
     return name == VALIDATION or name.startswith(f"{VALIDATION}/")
@@ -1230,4 +1238,5 @@ def _set_table(name: str, by_rival: Mapping[str, Mapping[str, float]], metrics: 
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.{_DIGITS}g}"
+    """Writes a score. One that is not finite is null in a run's result, and has no number here either."""
+    return "–" if value is None or not math.isfinite(value) else f"{value:.{_DIGITS}g}"

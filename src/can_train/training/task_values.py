@@ -175,6 +175,14 @@ def measure_numbers(where: str, measures: Any) -> dict[str, float]:
     return numbers
 
 
+def baseline_numbers(where: str, baselines: Any) -> dict[str, dict[str, float]]:
+    """Returns the metrics of baselines as numbers; raises DataError where they are none."""
+    if not isinstance(baselines, Mapping):
+        raise DataError(f"{where} did not return {{baseline: {{metric: number}}}}", value=type(baselines).__name__,
+                        remedy="Return {'mean': {'f1': 0.5}}, or {} without baselines")  # fmt: skip
+    return {str(name): measure_numbers(f"{where}[{name!r}]", scores) for name, scores in baselines.items()}
+
+
 def _as_number(value: Any) -> float | None:
     """Converts a number of Python, numpy or torch; None: it is none."""
     try:

@@ -59,7 +59,7 @@ from can_train.fit.search import NO_RECORDING
 from can_train.fit.sharding import Shards
 from can_train.fit.step_time import TimedSize
 from can_train.io.records import check_writable, is_file, open_to_append, this_host, write_json_atomic
-from can_train.io.units import counted, size_text
+from can_train.io.units import counted, finite, size_text
 from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import forget_frames, headline, is_host_memory, without_others
@@ -349,7 +349,7 @@ def _run_attempt(parts: Parts) -> Outcome:
     if result is None:
         summary = f"rank {parts.ranks.rank} trained; rank 0 judges"
         return Outcome(folder=folder, summary_tables=(), tables=(), summary=summary)
-    write_json_atomic(folder.result_path, result)
+    write_json_atomic(folder.result_path, finite(result))
     return _outcome(parts.task, folder, result)
 
 
