@@ -10,7 +10,7 @@ from can_train.cli.main import main
 from can_train.config.compose import RunRequest, changed_settings, from_plain, resolve, with_changes
 from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yaml
 from can_train.errors import ConfigError
-from fakes.own_tasks import CLASSIFIER, write_task
+from fakes.own_tasks import CLASSIFIER, TAILED, write_task
 
 
 @pytest.fixture
@@ -44,6 +44,15 @@ def test_a_plan_of_it_names_no_model_and_no_data_set(own: Path, tmp_path: Path, 
     assert main(("--task", f"{own}:MyTask", "--device", "sim:512MiB", "--dry-run", "--target-gpu", "t4")) == 0
     assert "my_task: 200 training samples" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_the_predicted_peak_is_that_of_all_epochs(own: Path, tmp_path: Path, seed: str) -> None:
+    write_task(own.parent, TAILED)
+    assert main(("--task", "mine/my_file.py:MyTask", "--device", "sim:512MiB", "--seed", seed)) == 0
+    (finished,) = tmp_path.glob("runs/*/result.json")
+    result = json.loads(finished.read_text())
+    assert result["peak_memory_bytes"] == pytest.approx(result["predicted_peak_bytes"], rel=0.01)
 
 
 def test_a_run_whose_code_is_gone_is_still_listed_and_shown(own: Path, tmp_path: Path, capsys) -> None:

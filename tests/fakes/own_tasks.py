@@ -37,6 +37,32 @@ class MyTask(can_train.Task):
 """
 """At most 40 lines: a classifier whose width is a module's beside it."""
 
+TAILED = """
+import torch
+from torch import nn
+
+import can_train
+
+
+class MyTask(can_train.Task):
+    training = {"lr_batch_size": 16, "epochs": 6}
+
+    def datasets(self):
+        lengths = (20 * torch.randn(200, generator=torch.Generator().manual_seed(1)).mul(1.2).exp()).int() + 1
+        samples = [torch.ones(int(length), 64) for length in lengths]
+        return {"train": samples, "validation": samples[:4]}
+
+    def model(self):
+        return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))
+
+    def collate(self, samples):
+        return torch.cat(samples)
+
+    def loss(self, model, batch):
+        return {"square": (model(batch).square().sum(), len(batch))}
+"""
+"""Lengths with a heavy tail: the largest batches of the epochs differ by more than a third."""
+
 
 def write_task(folder: Path, text: str = CLASSIFIER) -> Path:
     """Writes the task and the module that it imports; returns its file."""

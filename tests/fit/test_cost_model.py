@@ -144,7 +144,8 @@ def test_words_that_are_left_out_of_each_sentence_are_found(
     assert model.relative_residual <= AGREED
     mixed = batch_totals(SENTENCES, counts[::2])
     truth = float(mixed @ [10_000.0, squared, -10_000.0 * left_out])
-    assert model.cost(counts[::2]) == pytest.approx(truth, rel=0.02)
+    # A law whose peaks lie within AGREED is taken; of a few short sentences, the base is most of each peak.
+    assert model.cost(counts[::2]) == pytest.approx(truth, rel=0.02, abs=AGREED * (MIB + truth))
 
 
 @given(lengths=LENGTHS, left_out=st.floats(0.0, 4.0), others=st.lists(st.integers(1, 300), min_size=1, max_size=30))

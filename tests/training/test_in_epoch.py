@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from can_train.fit.epochs import planned_orders
+import can_train.fit.epochs
+from can_train.fit.epochs import kept_rows, planned_orders
 from can_train.fit.run_plan import RunPlan
 from can_train.runs.run_folder import RunFolder
 from can_train.runs.status import read_progress
@@ -185,8 +186,17 @@ def test_a_plan_looks_at_the_last_epoch_and_at_the_first() -> None:
     last, first = planned_orders(GrowingTask(), (3,), seed=0, epochs=4)
     assert sorted(last.tolist()) == [0, 1, 2, *range(4, SAMPLES)]
     assert sorted(first.tolist()) == [0, 1, 2, *range(4, 12)]
-    (only,) = planned_orders(LineTask(), (), seed=0, epochs=4)
-    assert len(only) == SAMPLES
+
+
+def test_a_plan_looks_at_all_epochs_up_to_a_number_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = LineTask()
+    orders = [order.tolist() for order in planned_orders(task, (3,), seed=5, epochs=4)]
+    rows = kept_rows(task, (3,))
+    assert orders == [task.epoch_order(rows, seed=5, epoch=epoch).tolist() for epoch in range(4)]
+    monkeypatch.setattr(can_train.fit.epochs, "_OTHER_ROWS", 2 * len(rows) + 1)
+    assert len(list(planned_orders(task, (3,), seed=5, epochs=4))) == 3
+    monkeypatch.setattr(task, "in_order", True, raising=False)
+    assert len(list(planned_orders(task, (3,), seed=5, epochs=4))) == 1
 
 
 class HeavyAtFirst(GrowingTask):

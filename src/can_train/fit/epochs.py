@@ -5,9 +5,9 @@ Shapes: R samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from can_train.task import BatchTask, TaskInEpoch
 
 Rows = NDArray[np.int64]
+# Samples of the epochs after the first one for which a plan is made. Cutting 100,000 samples takes up to a second.
+_OTHER_ROWS: Final = 100_000
 
 
 def epochs_differ(task: BatchTask, epochs: int) -> bool:
@@ -67,9 +69,10 @@ def packed_rows(task: BatchTask, rows: Rows) -> Rows:
     return rows[packing_order(task.memory_features, task.batch_features(rows))]
 
 
-def planned_orders(task: BatchTask, skipped: Sequence[int], *, seed: int, epochs: int) -> list[Rows]:
-    """Returns the samples, in order, of the epochs that a plan is made for: of the first one; where epochs differ, of
-    the last, which is the fullest, and of the first, which differs most from it.
+def planned_orders(task: BatchTask, skipped: Sequence[int], *, seed: int, epochs: int) -> Iterator[Rows]:
+    """Yields the samples, in order, of the epochs that a plan is made for: the first epoch, then the others, up to
+    `_OTHER_ROWS` samples; where epochs differ, the last, which is the fullest, and the first, which differs most from
+    it.
 
     Raises:
         DoesNotFitError: No sample is left.
@@ -79,12 +82,15 @@ def planned_orders(task: BatchTask, skipped: Sequence[int], *, seed: int, epochs
         raise DoesNotFitError("At least one training sample must fit", value="all samples are oversize",
                               remedy="Choose a larger device, or a smaller model by its settings (--set)")  # fmt: skip
     if not epochs_differ(task, epochs):
-        return [task.planned_order(rows, seed=seed, epoch=0)]
+        # Each epoch has other batches, and the largest of all of them makes the run's peak.
+        for epoch in range(1 if task.in_order else min(epochs, 1 + _OTHER_ROWS // len(rows))):
+            yield task.planned_order(rows, seed=seed, epoch=epoch)
+        return
     # The rows of the last epoch are the task's own: a dry run repeats a sample of the data to its full length, which
     # `in_epoch` does not know.
     first = kept_rows(task.in_epoch(0, epochs), skipped)
     ends = ((rows, epochs - 1), (first, 0))
-    return [task.planned_order(kept, seed=seed, epoch=epoch) for kept, epoch in ends if len(kept)]
+    yield from (task.planned_order(kept, seed=seed, epoch=epoch) for kept, epoch in ends if len(kept))
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class PhasePlan:
     # Fewest and mean optimizer steps over all epochs.
     fewest_steps_per_epoch: int
     mean_steps_per_epoch: float
-    # Micro-batches of a step on one device, over the first epoch and, where epochs differ, the last.
+    # Micro-batches of a step on one device, over the epochs that the plan is made for.
     fewest_parts: int
     most_parts: int
     largest_micro_batch: int  # Samples of the largest micro-batch of these epochs

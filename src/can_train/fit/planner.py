@@ -16,7 +16,7 @@ from can_train.errors import ConfigError, DoesNotFitError, OutOfMemoryDetails
 from can_train.fit.batch_dependence import UNKNOWN as UNKNOWN_DEPENDENCE
 from can_train.fit.compiled import SAVED_SHARE, compile_notices, compiles_on
 from can_train.fit.cost_model import DeviceLimits, SearchResult
-from can_train.fit.epochs import epoch_shares, planned_orders
+from can_train.fit.epochs import epoch_shares, epochs_differ, planned_orders
 from can_train.fit.explore import MODEL_MUST_FIT, Explorer, others_of
 from can_train.fit.factor_rule import NO_AIM, PROVISIONAL, Aim, EarlierSearch, FactorRule
 from can_train.fit.offloaded_state import refusal
@@ -556,7 +556,10 @@ class Planner:
     ) -> RunPlan:
         phase, training = None if limits is None else limits.training, self.training
         orders = planned_orders(self.task, skipped, seed=training.seed, epochs=training.epochs)
-        order, *other_epochs = (price(self.task, rows, phase) for rows in orders)
+        order = price(self.task, next(orders), phase)
+        # Samples that cost the same cost so in any order; epochs that differ have other numbers of them.
+        alike = order.is_uniform and not epochs_differ(self.task, training.epochs)
+        other_epochs = [] if alike else [price(self.task, rows, phase) for rows in orders]
         decided = rule.decide(limits if request.searches else None)
         request = replace(request, epoch_shares=epoch_shares(self.task, skipped, epochs=training.epochs))
         resolve = partial(
@@ -640,7 +643,7 @@ class Planner:
     def _candidates_on(self, other: OtherRung, request: PlanRequest, skipped: tuple[int, ...]) -> list[SizeCandidate]:
         """Returns the sizes that micro-batches may have on another rung."""
         training, phase = self.training, other.limits.training
-        rows = planned_orders(self.task, skipped, seed=training.seed, epochs=training.epochs)[0]
+        rows = next(planned_orders(self.task, skipped, seed=training.seed, epochs=training.epochs))
         order = price(self.task, rows, phase)
         plan = resolve_plan(request, order, tuned_limit=phase.tuned_limit, factor=other.factor)
         return size_candidates(request, plan, order, rung=other.rung.timed_as)
