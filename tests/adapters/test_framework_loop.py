@@ -29,12 +29,6 @@ def test_a_setting_is_taken_as_micro_batcher_takes_it(field: dict[str, Any]) -> 
     LoopSettings(**field)
 
 
-@pytest.mark.parametrize("fit", ["offload-optimizer", "offload-all"])
-def test_the_remedy_for_a_state_that_stays_on_the_device_works(fit: str) -> None:
-    with pytest.raises(ArgumentError, match=r"A framework steps its optimizer itself.*\nGive fit='offload', or leave"):
-        LoopSettings(fit=fit)
-
-
 class Trainer:
     """Stands for the Trainer of transformers."""
 

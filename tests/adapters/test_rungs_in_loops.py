@@ -92,3 +92,123 @@ def test_a_trainer_trains_a_sample_that_does_not_fit_by_splitting_to_the_same_bi
     assert all(torch.equal(alone[key], climbed[key]) for key in alone)
     with pytest.raises(DoesNotFitError):
         trained_by_trainer("sim:60MiB", "split")
+
+
+class Deep(nn.Module):
+    """Weights of 16 MiB, whose gradients take as much and whose AdamW twice as much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(512, 512) for _ in range(16)])
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.layers(x).square().mean()}
+
+
+class DeepNetwork(Network):
+    """Deep as a module of Lightning, which steps its optimizer itself where it is asked to."""
+
+    def __init__(self, automatic: bool) -> None:
+        super().__init__()
+        self.model = Deep()
+        self.automatic_optimization = automatic
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.001)
+
+
+class Rungs(lightning.Callback):  # type: ignore[misc, name-defined]
+    """Notes the rung of each step."""
+
+    def __init__(self, fits: MicroBatchCallback) -> None:
+        self.fits = fits
+        self.names: list[str] = []
+
+    def on_train_batch_end(self, *others: Any) -> None:
+        loop = self.fits.loop
+        assert loop is not None
+        assert loop.engine is not None
+        self.names.append(loop.engine.batcher.ladder.rung.name)
+
+
+def trained_deep(
+    device: str, fit: str, *, automatic: bool = True, sizes: tuple[int, ...] = (64, 64, 64)
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Trains in batches of some sizes; returns the weights and the rung of each step."""
+    torch.manual_seed(0)
+    network, batches = DeepNetwork(automatic), [[torch.randn(size, 512)] for size in sizes]
+    fits = MicroBatchCallback(LoopSettings(device=device, fit=fit, learn=False))
+    rungs = Rungs(fits)
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", callbacks=[fits, rungs], **QUIET)
+    trainer.fit(network, DataLoader(batches, batch_size=None))
+    return dict(network.state_dict()), rungs.names
+
+
+@pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
+@pytest.mark.parametrize(("device", "fit"), [("sim:64MiB", "auto"), ("sim:80MiB", "offload-optimizer")])
+def test_the_state_of_lightnings_optimizer_waits_on_the_host_to_the_same_bits(
+    device: str, fit: str, automatic: bool
+) -> None:
+    alone, _ = trained_deep("sim:400MiB", "split", automatic=automatic)
+    left, rungs = trained_deep(device, fit, automatic=automatic)
+    assert rungs == ["offload-optimizer"] * 3
+    assert all(torch.equal(alone[key], left[key]) for key in alone)
+    with pytest.raises((DoesNotFitError, torch.OutOfMemoryError)):
+        trained_deep("sim:64MiB", "split", automatic=automatic)
+
+
+@pytest.mark.filterwarnings("ignore:A few samples could not be computed both at once and split")
+@pytest.mark.parametrize(("device", "size"), [("sim:80MiB", 600), ("sim:52MiB", 300)])
+def test_a_batch_that_runs_out_leaves_room_for_the_state_on_the_host(device: str, size: int) -> None:
+    sizes = (size,) * 3
+    alone, _ = trained_deep("sim:400MiB", "split", sizes=sizes)
+    left, rungs = trained_deep(device, "auto", sizes=sizes)
+    assert rungs[-1] == "offload-optimizer"
+    assert all(torch.allclose(alone[key], left[key], atol=1e-7) for key in alone)
+
+
+@pytest.mark.filterwarnings("ignore:A few samples could not be computed both at once and split")
+def test_state_that_is_there_is_not_held_again_where_a_later_batch_runs_out() -> None:
+    sizes = (8, 8, 8, 1500)
+    alone, _ = trained_deep("sim:400MiB", "split", sizes=sizes)
+    # Weights, gradients, state and the batch take 67 MiB.
+    split, rungs = trained_deep("sim:100MiB", "split", sizes=sizes)
+    assert rungs == ["split"] * 4
+    assert all(torch.allclose(alone[key], split[key], atol=1e-7) for key in alone)
+
+
+@pytest.mark.parametrize(("device", "fit"), [("sim:64MiB", "auto"), ("sim:80MiB", "offload-optimizer")])
+def test_the_state_of_a_trainers_optimizer_waits_on_the_host_to_the_same_bits(
+    tmp_path: Path, device: str, fit: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    samples = [{"x": one} for one in torch.randn(128, 512)]
+    rungs = []
+
+    def trained_by_trainer(device: str, fit: str) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+
+        class Noting(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+            def on_step_end(self, *others: Any, **given: Any) -> None:
+                rungs.append(trainer.loop.engine.batcher.ladder.rung.name)
+
+        settings = LoopSettings(device=device, fit=fit, learn=False)
+        trainer = trainer_of(transformers, tmp_path / device, Deep(), settings, train_dataset=samples,
+                             data_collator=torch.utils.data.default_collate, per_device_train_batch_size=64,
+                             num_train_epochs=1, optim="adamw_torch", learning_rate=0.001)  # fmt: skip
+        trainer.add_callback(Noting())
+        trainer.train()
+        return dict(trainer.model.state_dict())
+
+    alone, left = trained_by_trainer("sim:400MiB", "split"), trained_by_trainer(device, fit)
+    assert rungs == ["split"] * 2 + ["offload-optimizer"] * 2
+    assert all(torch.equal(alone[key], left[key]) for key in alone)

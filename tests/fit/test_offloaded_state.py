@@ -256,6 +256,45 @@ def test_closures_and_hooks_are_called_once_a_step() -> None:
     assert sorted(calls) == ["after", "before", "closure"]
 
 
+class Leaving(Training):
+    """Steps once more on the device. Meanwhile the state leaves: in the step's closure, or in a hook."""
+
+    def __init__(self, make: Make, place: str) -> None:
+        super().__init__(make, on_host=False)
+        self.place = place
+        self.calls: list[str] = []
+        self.optimizer.register_step_pre_hook(lambda *_: self.called("hook"))
+        # A framework's hooks are there before the state is watched.
+        hooks: Any = self.optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(next(reversed(hooks)), last=False)
+        self.optimizer.register_step_post_hook(lambda *_: self.called("after"))
+        with self.meter.active():
+            loss: Any = self.optimizer.step(self.closure)
+            self.loss = loss.item()
+        self.go_on()
+
+    def called(self, where: str) -> None:
+        self.calls.append(where)
+        if where == self.place:
+            self.state.begin()
+
+    def closure(self) -> Tensor:
+        loss: Tensor = self.model(torch.ones(2, WIDTH)).square().sum()
+        loss.backward()
+        self.called("closure")
+        return loss.detach()
+
+
+@pytest.mark.parametrize("place", ["closure", "hook"])
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_the_state_may_leave_once_a_step_has_been_called(name: str, place: str) -> None:
+    plain, left = (Leaving(OPTIMIZERS[name], where) for where in ("nowhere", place))
+    assert (plain.state.host_bytes, left.state.host_bytes > 0) == (0, True)
+    assert are_equal(plain, left)
+    assert left.loss == plain.loss
+    assert left.calls[:3] == plain.calls[:3] == ["hook", "closure", "after"]
+
+
 def test_a_scheduler_and_a_scaler_step_it_as_any_optimizer() -> None:
     trained = []
     for on_host in (False, True):

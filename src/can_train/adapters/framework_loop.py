@@ -60,12 +60,14 @@ from can_train.fit.micro_batcher import (
     unsplittable_because,
 )
 from can_train.fit.observed_peaks import ObservedPeaks
+from can_train.fit.offloaded_state import CHUNKS, chunk_bytes
 from can_train.fit.optimizer import state_bytes
 from can_train.fit.optimizer_memory import OptimizerMemory
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of, cut
 from can_train.fit.peak_prediction import PeakPrediction
 from can_train.fit.random_state import Snapshot
 from can_train.fit.rescue import OptimizerReserve, add_to_gradients
+from can_train.fit.rungs import Rung
 from can_train.fit.search import SizeSearch
 from can_train.io.units import size_text
 from can_train.memory.allocator_settings import allocator_settings
@@ -87,8 +89,8 @@ _BELOW_FAILED: Final = 0.95  # Share of a cost that ran out of memory that micro
 _FOREIGN_SHARE: Final = 0.01  # Share of the capacity that may be missing though no other process runs
 _LEAK_SHARE: Final = 0.1  # Share of the capacity by which the memory before a batch grows only through a leak
 _DRAWN: Final = 3.0  # Change of a gradient by a split, in changes by other random numbers, that may be such a change
-# How far the step of a framework's loop may go to fit. The optimizer's state leaves in loops of one's own alone.
-_FITS: Final = [fit for fit in CHOICES["fit"] if fit not in ("shard", "offload-optimizer", "offload-all")]
+# How far the step of a framework's loop may go to fit.
+_FITS: Final = [fit for fit in CHOICES["fit"] if fit != "shard"]
 _SAME_LIMIT: Final = 0.02  # Relative difference of limits that are not worth a change
 _UNLIMITED: Final = "limits that are not kept"  # Told once
 LESS: Final = "take an optimizer that keeps less state, a smaller model, or a larger device"
@@ -125,8 +127,8 @@ class LoopSettings:
         learn: Whether earlier runs are learned from, and this one is recorded.
         state_dir: State folder of the factor store; None: the user's own.
         search: Whether limits are searched for before the first step, with steps of a copy of the model.
-        fit: How far a step goes to fit where one sample runs out of memory, as in `MicroBatcher`; the state of the
-            framework's optimizer stays on the device.
+        fit: How far a step goes to fit where one sample runs out of memory, as in `MicroBatcher`. The state of the
+            framework's optimizers may wait on the host, too.
 
     Raises:
         ArgumentError: An argument has the wrong type.
@@ -156,9 +158,6 @@ class LoopSettings:
             check_kinds(
                 "a path", (str, os.PathLike), "Give a text or a Path, or leave it out", state_dir=self.state_dir
             )
-        if self.fit in ("offload-optimizer", "offload-all"):
-            raise ArgumentError("A framework steps its optimizer itself, whose state stays on the device",
-                                value=f"fit={self.fit!r}", remedy="Give fit='offload', or leave it out")  # fmt: skip
         check_choice("fit", self.fit, _FITS)
 
     @classmethod
@@ -245,6 +244,7 @@ class FrameworkLoop:
         self._in_step = False  # Whether `whole` runs now
         self._stages: set[str] = set()  # Of evaluation whose values' kinds are known
         self._split_batches = 0  # That were trained
+        self._optimizer_steps = 0
         self._not_undone = ""  # Why a step cannot be undone, as a clause
         self._uncounted = ""  # Why nobody knows the samples of the batch that was counted last, as a clause
         self.told: set[str] = set()  # Warnings of the adapter that were given
@@ -269,6 +269,12 @@ class FrameworkLoop:
             else:
                 self.refused = f"{refusal.rule[0].lower()}{refusal.rule[1:]} ({refusal.value})"
         return self._engine
+
+    def prepare(self) -> None:
+        """Makes the engine before the first batch. Steps of optimizers that begin from now on may keep their state on
+        the host.
+        """
+        _ = self.engine
 
     def step(
         self,
@@ -458,11 +464,48 @@ class FrameworkLoop:
         self.kinds.learn((stage,), whole, others, [stop - start for start, stop in spans[1:]])
 
     def before_optimizer_step(self) -> None:
-        """Makes room for the state that an optimizer makes in its first step; raises DoesNotFitError where there is
-        none. Where memory never ran out, nothing is checked.
+        """Makes room for the state that an optimizer makes in its first step, or keeps it on the host; raises
+        DoesNotFitError where there is no room. Where memory never ran out, only states that are known not to fit are
+        noticed.
         """
-        if self._engine is not None and self._engine.reserve.tensors:
-            self._engine.reserve.before_step()
+        if (engine := self._engine) is None:
+            return
+        self._optimizer_steps += 1
+        is_first = self._optimizer_steps <= len(self.optimizers)
+        if is_first and not engine.reserve.tensors and self._exceeds_room(engine.reserve):
+            self._leave_state(engine)
+        if not (engine.reserve.tensors or engine.batcher.ladder.rung.offload_optimizer):
+            return
+        try:
+            engine.reserve.before_step()
+        except DoesNotFitError:
+            if not self._leave_state(engine):
+                raise
+            engine.reserve.before_step()
+
+    def _exceeds_room(self, reserve: OptimizerReserve) -> bool:
+        """Tells whether the state of the optimizers, which are PyTorch's, is larger than the room that is left."""
+        if not all(type(optimizer).__module__.startswith("torch.optim") for optimizer in self.optimizers):
+            return False
+        room_bytes = self.meter.capacity_bytes - self.meter.allocated_bytes()
+        return self.meter.counts_always and _expected_memory(self.optimizers).state_bytes > room_bytes
+
+    def _leave_state(self, engine: Engine) -> bool:
+        """Keeps the state of the optimizers on the host from now on; tells whether that can be done."""
+        ladder = engine.batcher.ladder
+        return ladder.leave_state() and self._use_rung(ladder.rung)
+
+    def _use_rung(self, rung: Rung) -> bool:
+        """Keeps the state of the optimizers where a rung has it; tells whether there is room for it."""
+        engine = self._engine
+        assert engine is not None, "a rung is an engine's"
+        if rung.offload_optimizer:
+            # The ballast stands for the state.
+            engine.reserve.tensors.clear()
+        if not engine.batcher.keep_states(rung):
+            return False
+        engine.reserve.expect(_expected_memory(self.optimizers, on_host=rung.offload_optimizer), held_bytes=0)
+        return True
 
     def close(self, outcome: Outcome = "ok") -> None:
         """Ends the loop, and records its observation."""
@@ -613,7 +656,14 @@ class FrameworkLoop:
                 engine.largest_micro_batch = 0
             if self.meter.foreign_bytes() <= _FOREIGN_SHARE * self.meter.capacity_bytes:
                 self.peaks.failed = min(self.peaks.failed, costs.total)
-            engine.reserve.hold()
+            # The optimizer has stepped since the engine was made, and has some of its state or all of it.
+            on_host = engine.batcher.ladder.rung.offload_optimizer
+            engine.reserve.expect(_expected_memory(self.optimizers, on_host=on_host), held_bytes=0)
+            try:
+                engine.reserve.hold()
+            except DoesNotFitError:
+                if not self._leave_state(engine):
+                    raise
 
     def _refusal(self, message: str, not_undone: str = "", *, is_known: bool = True) -> DoesNotFitError:
         """Makes the error of a batch that does not fit and is not split."""
@@ -742,8 +792,11 @@ class FrameworkLoop:
     # Limits
 
     def _make_engine(self) -> Engine:
-        batcher = MicroBatcher(self.model, meter=self.meter, limits=self.settings.limits, fit=self.settings.fit)
-        reserve = OptimizerReserve(_expected_memory(self.optimizers), self.meter)
+        batcher = MicroBatcher(self.model, meter=self.meter, limits=self.settings.limits, fit=self.settings.fit,
+                               optimizers=self.optimizers)  # fmt: skip
+        batcher.use_rung = self._use_rung
+        needs = _expected_memory(self.optimizers, on_host=batcher.ladder.rung.offload_optimizer)
+        reserve = OptimizerReserve(needs, self.meter)
         reserve.remedy = LESS
         engine = Engine(meter=self.meter, monitor=self.monitor, batcher=batcher, reserve=reserve)
         batcher.watch(self._after_oom)
@@ -969,19 +1022,26 @@ class _Parts:
             raise self.loop.refuse(fails, _SMALLER) from error
 
 
-def _expected_memory(optimizers: Sequence[Optimizer]) -> OptimizerMemory:
-    """Returns the memory that optimizers are expected to take, by their classes: none of them is run for it."""
+def _expected_memory(optimizers: Sequence[Optimizer], *, on_host: bool = False) -> OptimizerMemory:
+    """Returns the memory that optimizers are expected to take, by their classes: none of them is run for it. `on_host`
+    tells whether their state waits on the host.
+    """
     sizes: list[int] = []
     state, transient = 0.0, 0
     for optimizer in optimizers:
         groups = optimizer.param_groups
-        trained = [parameter.nbytes for group in groups for parameter in group["params"] if parameter.requires_grad]
-        sizes += [size for size in trained if size]
+        trained = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
+        sizes += [parameter.nbytes for parameter in trained if parameter.nbytes]
         copies = _STATES.get(type(optimizer).__name__, _MOST_STATES)
         if any(group.get("momentum") for group in groups):
             copies += 1
-        state += max(copies * sum(trained) - state_bytes(optimizer), 0.0)
+        stepped = chunk_bytes(trained) if on_host else sum(parameter.nbytes for parameter in trained)
         # PyTorch's optimizers make a copy of the parameters for a moment (`foreach`), unless they are fused.
-        transient = max(transient, 0 if any(group.get("fused") for group in groups) else sum(trained))
+        copied = 0 if any(group.get("fused") for group in groups) else stepped
+        if on_host:
+            copied += round(CHUNKS * copies * stepped)
+        else:
+            state += max(copies * stepped - state_bytes(optimizer), 0.0)
+        transient = max(transient, copied)
     return OptimizerMemory(parameter_bytes=sum(sizes), state_bytes=round(state), transient_bytes=transient,
                            tensor_bytes=tuple(sizes))  # fmt: skip

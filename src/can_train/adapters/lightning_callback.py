@@ -178,7 +178,10 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
         if "batch" not in kwargs:
             closure.closure = torch.enable_grad()(fatal_out_of_memory(fetching_error)(closure.closure))
         elif closure._backward_fn is not None:
-            step = Closure(trainer, pl_module, self._loop_of(trainer, pl_module), closure, kwargs)
+            loop = self._loop_of(trainer, pl_module)
+            # The optimizer calls the closure in its step, which could no longer be watched.
+            loop.prepare()
+            step = Closure(trainer, pl_module, loop, closure, kwargs)
             # A closure that refers to itself would keep its batch until garbage is collected.
             closure.closure = partial(self._train, step, ref(closure))
         return closure

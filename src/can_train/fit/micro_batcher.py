@@ -377,7 +377,7 @@ class MicroBatcher:
         check_choice("fit", fit, [choice for choice in CHOICES["fit"] if choice != "shard"])
         self._states: list[OffloadedState] = []
         self.ladder = Ladder(self._rungs(fit, _listed(optimizers)))
-        self.use_rung: Callable[[Rung], bool] = self._keep_states
+        self.use_rung: Callable[[Rung], bool] = self.keep_states
         self._rescue = Rescue(self._meter, self._settings, climb=self.climb)
         # Evaluation costs less a sample, so limits that training learned do not hold for evaluation.
         self._evaluation = Rescue(self._meter, self._settings)
@@ -396,7 +396,7 @@ class MicroBatcher:
         self.other: MicroBatcher | None = None
         self.shards = shards
         if self.ladder.rung.offload_optimizer:
-            self._keep_states(self.ladder.rung)
+            self.keep_states(self.ladder.rung)
         if isinstance(limits, PeakPrediction):
             capacity_bytes = self._meter.capacity_bytes
             limits = limits.on_device(self._meter.key, capacity_bytes, predicted_room(capacity_bytes))
@@ -423,7 +423,7 @@ class MicroBatcher:
     def _rungs(self, fit: str, optimizers: Sequence[Optimizer]) -> tuple[Rung, ...]:
         """Returns the rungs of somebody else's loop, and prepares its optimizers for them."""
         names_state, reason = fit in ("offload-optimizer", "offload-all"), ""
-        if optimizers and (names_state or fit == "auto"):
+        if optimizers and (names_state or (fit == "auto" and not self._meter.is_host)):
             reason = next(filter(None, map(refusal_of, optimizers)), "")
             self._states = [] if reason else [OffloadedState(optimizer) for optimizer in optimizers]
         if names_state and not self._states:
@@ -433,7 +433,7 @@ class MicroBatcher:
                                 remedy="Give fit='offload', or another optimizer" if reason else give)  # fmt: skip
         return rungs_of(self._model, fit, is_host=self._meter.is_host, state_can_leave=bool(self._states))
 
-    def _keep_states(self, rung: Rung) -> bool:
+    def keep_states(self, rung: Rung) -> bool:
         """Keeps the state of the given optimizers where a rung has it; tells whether there is room for it."""
         if not self._states:
             return True

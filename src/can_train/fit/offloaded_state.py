@@ -5,7 +5,7 @@ in chunks of parameters. The weights equal a plain step's, bit by bit.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -34,6 +34,7 @@ LEAST_BYTES: Final = 4096  # Smaller parts of the state stay on the device, as s
 # once. Copies of this size reach the full rate of PCIe, so that larger chunks would only take more memory.
 _CHUNK_BYTES: Final = 64 * 2**20
 _CHUNK_SHARE: Final = 1 / 32
+CHUNKS: Final = 3  # That are on the device at once: one is stepped, one comes, one leaves
 _COMPARED_STEPS: Final = 3
 
 
@@ -43,6 +44,10 @@ class _Chunk:
 
     group: dict[str, Any]
     parameters: Sequence[Tensor]
+
+
+class _StateLeftError(Exception):
+    """Ends an optimizer's own step before it has stepped, since its state has left."""
 
 
 @dataclass
@@ -83,6 +88,7 @@ class OffloadedState:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.is_on = False
+        self._in_plain_step = False
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None  # To the device, and from it
         self._last_copied: torch.cuda.Event | None = None
         self._patch()
@@ -93,15 +99,18 @@ class OffloadedState:
         # A scheduler marks the method that it has wrapped, and wraps methods alone.
         @wraps(plain)
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-            # Memory may run out in it, so that the state leaves meanwhile.
+            if not self.is_on:
+                return self._plain_step(plain, closure, kwargs)
+            # Memory may run out in it, or be there again, so that the state comes back.
             loss = None if closure is None else _computed(closure)
             if self.is_on:
                 self._step(partial(plain, **kwargs))
-                return loss
-            result = plain(**kwargs)
-            return result if closure is None else loss
+            else:
+                plain(**kwargs)
+            return loss
 
         self._optimizer.step = MethodType(step, self._optimizer)  # type: ignore[method-assign]
+        self._optimizer.register_step_pre_hook(lambda *_: self._end_plain_step())
         # Copies to the host may be under way.
         self._optimizer.register_state_dict_pre_hook(lambda optimizer: self._await_copies())
 
@@ -193,10 +202,41 @@ class OffloadedState:
         for state in self._optimizer.state.values():
             yield from (shard_of(value) for value in state.values() if isinstance(value, Tensor))
 
-    def _step(self, plain: Callable[[], Any]) -> None:
+    def _plain_step(
+        self, plain: Callable[..., Any], closure: Callable[[], Any] | None, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Runs the optimizer's own step, as if nothing watched it. The state may leave before it steps: in a hook or in
+        its closure, where memory runs out. Chunks are stepped then in place of it.
+        """
+        losses: list[Any] = []
+
+        def watched() -> Any:
+            assert closure is not None
+            losses.append(closure())
+            self._end_plain_step()
+            return losses[-1]
+
+        self._in_plain_step = True
+        try:
+            return plain(**kwargs) if closure is None else plain(watched, **kwargs)
+        except _StateLeftError:
+            pass
+        finally:
+            self._in_plain_step = False
+        if closure is not None and not losses:
+            # The state left in a hook, which comes before the closure.
+            losses.append(_computed(closure))
+        self._step(partial(plain, **kwargs), hooks_before=False)
+        return losses[-1] if losses else None
+
+    def _end_plain_step(self) -> None:
+        if self.is_on and self._in_plain_step:
+            raise _StateLeftError
+
+    def _step(self, plain: Callable[[], Any], *, hooks_before: bool = True) -> None:
         optimizer = self._optimizer
         groups, chunks = optimizer.param_groups, self._chunks()
-        with _hooks_called_once(optimizer):
+        with _hooks_called_once(optimizer, before=hooks_before):
             try:
                 self._step_chunks(chunks, plain)
             finally:
@@ -321,6 +361,12 @@ def chunk_limit(parameters: Sequence[Tensor]) -> float:
     return min(_CHUNK_BYTES, _CHUNK_SHARE * sum(shard_of(parameter).nbytes for parameter in parameters))
 
 
+def chunk_bytes(parameters: Sequence[Tensor]) -> int:
+    """Returns the bytes of the parameters of the largest chunk."""
+    chunks = in_chunks(parameters, chunk_limit(parameters))
+    return max((sum(shard_of(parameter).nbytes for parameter in chunk) for chunk in chunks), default=0)
+
+
 def in_chunks(parameters: Sequence[Tensor], limit_bytes: float) -> Iterator[list[Tensor]]:
     """Cuts parameters, in order, into chunks of at most some bytes; one that takes more is a chunk of its own."""
     chunk: list[Tensor] = []
@@ -355,16 +401,18 @@ def _host_tensor(like: Tensor, device: torch.device) -> Tensor:
 
 
 @contextmanager
-def _hooks_called_once(optimizer: Any) -> Iterator[None]:
-    """Calls the hooks of an optimizer's step before and after the block, and not in each call of its step."""
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    for hook in before.values():
+def _hooks_called_once(optimizer: Any, *, before: bool = True) -> Iterator[None]:
+    """Calls the hooks of an optimizer's step after the block, and before it where that was not done already, and not in
+    each call of its step.
+    """
+    hooks, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    for hook in hooks.values() if before else ():
         hook(optimizer, (), {})
     optimizer._optimizer_step_pre_hooks = optimizer._optimizer_step_post_hooks = OrderedDict()
     try:
         yield
     finally:
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks, after
     for hook in after.values():
         hook(optimizer, (), {})
 

@@ -143,6 +143,11 @@ class Ladder:
         self.level, self.quiet = level, 0
         return True
 
+    def leave_state(self) -> bool:
+        """Climbs to the next rung whose optimizer state waits on the host; tells whether there is one."""
+        with_state = (level for level in range(self.level, len(self.rungs)) if self.rungs[level].offload_optimizer)
+        return self.go_to(next(with_state, self.level))
+
     def without_recomputation(self) -> None:
         """Leaves the rungs out that compute modules again, for a model that cannot be; goes on to the next one."""
         self.rungs = without_recomputation(self.rungs)
@@ -537,6 +542,11 @@ class OptimizerReserve:
         self._wait = wait
         self.tensors: list[Tensor] = []
         self.expect(needs, held_bytes=held_bytes)
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes of state that the optimizer is yet to make."""
+        return self._missing_bytes
 
     def expect(self, needs: OptimizerMemory, *, held_bytes: int) -> None:
         """Replaces the memory that the optimizer will take: other parameters may be trained than before."""
