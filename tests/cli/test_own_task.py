@@ -10,7 +10,7 @@ from can_train.cli.main import main
 from can_train.config.compose import RunRequest, changed_settings, from_plain, resolve, with_changes
 from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yaml
 from can_train.errors import ConfigError
-from fakes.own_tasks import CLASSIFIER, TAILED, write_task
+from fakes.own_tasks import CLASSIFIER, PADDED, TAILED, write_task
 
 
 @pytest.fixture
@@ -53,6 +53,19 @@ def test_the_predicted_peak_is_that_of_all_epochs(own: Path, tmp_path: Path, see
     (finished,) = tmp_path.glob("runs/*/result.json")
     result = json.loads(finished.read_text())
     assert result["peak_memory_bytes"] == pytest.approx(result["predicted_peak_bytes"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "depends"),
+    [("[8 + number % 33 for number in range(1000)]", True), ("[600, *[8] * 255]", True), ("[8] * 256", False)],
+    ids=["many of each length", "one long sample", "one length"],
+)
+def test_a_loss_that_depends_on_the_padding_is_told(own: Path, capsys, lengths: str, depends: bool) -> None:
+    write_task(own.parent, PADDED.replace("LENGTHS", lengths))
+    line = ("--task", "mine/my_file.py:MyTask", "--device", "sim:1GiB", "--accumulation-splits", "2", "--dry-run")
+    assert main(line) == 0
+    said = capsys.readouterr()
+    assert ("change the gradient of square" in " ".join((said.out + said.err).split())) == depends
 
 
 def test_a_run_whose_code_is_gone_is_still_listed_and_shown(own: Path, tmp_path: Path, capsys) -> None:

@@ -63,6 +63,29 @@ class MyTask(can_train.Task):
 """
 """Lengths with a heavy tail: the largest batches of the epochs differ by more than a third."""
 
+PADDED = """
+import torch
+from torch import nn
+
+import can_train
+
+
+class MyTask(can_train.Task):
+    training = {"lr_batch_size": 16, "epochs": 1}
+
+    def datasets(self):
+        lengths = LENGTHS
+        samples = [torch.arange(length) % 50 for length in lengths]
+        return {"train": samples, "validation": samples[:20]}
+
+    def model(self):
+        return nn.Embedding(50, 8)
+
+    def loss(self, model, batch):
+        return {"square": (model(batch).mean(1).square().sum(), len(batch))}
+"""
+"""A mean over padded lengths, which the caller names in place of LENGTHS."""
+
 
 def write_task(folder: Path, text: str = CLASSIFIER) -> Path:
     """Writes the task and the module that it imports; returns its file."""

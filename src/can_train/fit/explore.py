@@ -418,6 +418,11 @@ def _batch_to_record(costs: BatchCosts, limit: float, fit: ProbeFit) -> Position
 _TIMED_SAMPLES: Final = 64
 _TIMED_SHARE: Final = 0.5
 _TIMED_RUNS: Final = 5
+# Share of the samples, from the smallest, up to which samples are compared whole and in parts: the largest may be many
+# times as large. Where memory runs out, samples below the middle are.
+_COMPARED_UP_TO: Final = (0.95, 0.5)
+_OUTLIER: Final = 1.5  # Size of the largest sample, in sizes of those compared, from which it is compared, too
+_OF_OUTLIER: Final = (2, 2)  # Samples of the parts, of which the second ones are the largest
 
 
 def seconds_per_sample(work: Workload, model: CostModel, meter: Meter) -> float:
@@ -644,9 +649,22 @@ class Explorer:
         """Measures whether samples of a batch influence each other's gradient."""
         if self.is_on_meta:
             return ON_META
-        # Samples below the middle need little memory; those above the first quarter have some of every feature.
-        ranked = self.rows[np.argsort(self._counts[:, 0], kind="stable")]
-        batch = self._batch(np.resize(ranked[len(ranked) // 4 :], sum(SPLIT)), coupled=True)
+        order = np.argsort(self._counts[:, 0], kind="stable")
+        sizes, ranked = self._counts[order, 0], self.rows[order]
+        # Samples of many sizes: a loss may depend on the padding, which samples of one size do not have. Samples above the
+        # first quarter have some of every feature.
+        first, *ends = (int(share * (len(ranked) - 1)) for share in (0.25, *_COMPARED_UP_TO))
+        tried = (self._dependence_of(ranked[np.linspace(first, end, sum(SPLIT)).astype(int)], SPLIT) for end in ends)
+        measured = next(filter(None, tried), UNKNOWN)
+        if not measured.terms and sizes[-1] > _OUTLIER * sizes[ends[0]]:
+            # Few of them, since the largest sample may take long.
+            longest = self._dependence_of(ranked[[first, ends[-1], -1, -1]], _OF_OUTLIER)
+            measured = replace(longest, faults={}) if longest is not None and longest.terms else measured
+        return measured
+
+    def _dependence_of(self, rows: NDArray[np.int64], sizes: Sequence[int]) -> BatchDependence | None:
+        """Compares samples whole and in parts of some sizes; None: memory ran out."""
+        batch = self._batch(rows, coupled=True)
         # Processors take up to 80 times as long in half precision, and less of a dependence is round-off in single.
         precision = replace(self._precision, autocast=None) if self.meter.device.type == "cpu" else self._precision
 
@@ -657,10 +675,10 @@ class Explorer:
         on_rung = computed_on(self.rung, self.model)
         with CatchOutOfMemory(), only_trained(self.model, self.phase), on_rung:
             return measure_batch_dependence(
-                self.model.train(), losses, batch.denominators, half=precision.autocast is not None
+                self.model.train(), losses, batch.denominators, half=precision.autocast is not None, sizes=sizes
             )
         self.meter.release()
-        return UNKNOWN
+        return None
 
     def module_costs(self, names: Sequence[str], row: int) -> tuple[list[ModuleCost], float]:
         """Measures how much modules save of a sample for the backward pass, and their time; returns also the seconds
