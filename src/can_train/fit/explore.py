@@ -651,8 +651,8 @@ class Explorer:
             return ON_META
         order = np.argsort(self._counts[:, 0], kind="stable")
         sizes, ranked = self._counts[order, 0], self.rows[order]
-        # Samples of many sizes: a loss may depend on the padding, which samples of one size do not have. Samples above the
-        # first quarter have some of every feature.
+        # Samples of many sizes: a loss may depend on the padding, which samples of one size lack. Those above the first
+        # quarter have some of every feature.
         first, *ends = (int(share * (len(ranked) - 1)) for share in (0.25, *_COMPARED_UP_TO))
         tried = (self._dependence_of(ranked[np.linspace(first, end, sum(SPLIT)).astype(int)], SPLIT) for end in ends)
         measured = next(filter(None, tried), UNKNOWN)
