@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from can_train.fit.factor_rule import (
     NO_AIM,
     Aim,
+    FactorRule,
     closed_form_factor,
     describe_closed_form,
     lower_aim,
@@ -31,6 +32,13 @@ def test_what_was_not_seen_to_fit_is_not_aimed_at() -> None:
     assert lower_aim(limits(0.1, 0.84), Aim(0.9)) == Aim(pytest.approx(0.84), "no more was seen to fit")
     assert lower_aim(limits(0.1, 0.84, trials=0), Aim(0.9)).reason == "no more is predicted to fit"
     assert lower_aim(limits(0.1, 0.84), Aim(0.9), margin=0.01).share == pytest.approx(0.83)
+
+
+def test_a_batch_of_uniform_samples_that_was_tried_needs_no_margin() -> None:
+    rule, found = FactorRule(decided=None, aim=Aim(0.9)), limits(0.1, 0.84)
+    assert rule.decide(found, is_uniform=True).value == pytest.approx(1.0)
+    assert rule.decide(found).value < 0.999
+    assert rule.decide(limits(0.1, 0.84, trials=0), is_uniform=True).value < 0.999
 
 
 def test_where_nobody_aims_nothing_is_lowered() -> None:

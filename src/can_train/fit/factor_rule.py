@@ -156,8 +156,13 @@ class FactorRule:
         """The factor that a search assumes."""
         return PROVISIONAL if self.decided is None else self.decided.value
 
-    def decide(self, limits: DeviceLimits | None) -> SafetyFactor:
-        """Decides the factor from the device's limits, which are None where nothing was searched for."""
+    def decide(self, limits: DeviceLimits | None, *, is_uniform: bool = False) -> SafetyFactor:
+        """Decides the factor from the device's limits, which are None where nothing was searched for.
+
+        Args:
+            limits: The limits.
+            is_uniform: Whether all samples are of one size, so that batches of as many samples take the same memory.
+        """
         if limits is None:
             return replace(self.decided or UNUSED, aim=self.aim)
         if self.decided is not None:
@@ -166,7 +171,9 @@ class FactorRule:
         width = predicted_half_width(limits)
         certain = max(1.0 - width, 0.0)
         aim = self.aim if certain >= self.aim.share else Aim(certain, "the prediction is not certain enough")
-        aim = lower_aim(limits, aim, margin=width)
+        # A margin below a batch that was tried would take a whole sample away.
+        was_tried = is_uniform and limits.training.trials > 0
+        aim = lower_aim(limits, aim, margin=0.0 if was_tried else width)
         ratio, source = 1.0, "from the probes"
         if self.other_device is not None:
             ratio = min(max(self.other_device.ratio, _LEAST_RATIO), _LARGEST_RATIO)
