@@ -234,6 +234,55 @@ def test_sparse_gradients_are_in_the_interval_and_told() -> None:
     assert not dense.notices
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_sparse_gradients_that_are_added_up_grow_with_the_batches(steps: int) -> None:
+    model = nn.Sequential(nn.EmbeddingBag(5000, 32, sparse=True), nn.Linear(32, 10))
+    items = torch.randint(0, 5000, (256, 10), generator=torch.Generator().manual_seed(0))
+
+    def loss_of(rows: NDArray[np.int64]) -> Tensor:
+        loss: Tensor = model(items[rows]).square().sum()
+        return loss
+
+    found = predict_peak(model, 2000, loss_of=loss_of, optimizer="torch.optim.SGD", accumulation_steps=steps)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    tracker = LiveStorageTracker(ENDLESS, list(model.parameters()))
+    with tracker:
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(steps):
+                loss_of(np.arange(2000) % 256).backward()
+            optimizer.step()
+    assert found.peak_bytes == pytest.approx(tracker.peak_bytes, rel=0.01)
+
+
+class Bilinear(nn.Module):
+    """Products of pairs: from some size on, the peak is at an instant whose memory grows faster."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((16, 16, 32), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bti,ijk,btj->btk", x, self.weight, x)
+
+
+@pytest.mark.parametrize("size", [300, 2000, 20_000])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_peak_that_grows_faster_above_the_probes_is_predicted(size: int, precision: str) -> None:
+    model, x = Bilinear(), torch.ones(256, 10, 16)
+
+    def loss_of(rows: NDArray[np.int64]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss: Tensor = model(x[rows % 256]).square().sum()
+        return loss
+
+    found = predict_peak(model, size, loss_of=loss_of, precision=precision)
+    peak = measured(model, loss_of, np.arange(size), torch.optim.AdamW)
+    assert found.explains
+    assert found.peak_bytes == pytest.approx(peak, rel=0.01)
+    assert (found.fits(0.98 * peak), found.fits(1.02 * peak)) == (False, True)
+
+
 def test_sparse_gradients_are_recorded_for_a_card(dispatched: None) -> None:
     found, dense = sparse_or_dense(sparse=True, target="t4"), sparse_or_dense(sparse=False, target="t4")
     assert found.tensors.most_bytes < dense.tensors.least_bytes - 0.8 * 10_000 * 64 * 4

@@ -30,7 +30,7 @@ from can_train.config.settings import TrainingSettings, is_code
 from can_train.config.task_settings import import_from, load_optimizer, locate_optimizer
 from can_train.errors import ArgumentError, ConfigError, check_flags, check_functions, check_kinds, shown
 from can_train.fit.compiled import SAVED_SHARE, compile_in_place, outermost_calls
-from can_train.fit.cost_model import EXPLAINED, DeviceLimits, SearchResult
+from can_train.fit.cost_model import EXPLAINED, CostModel, DeviceLimits, ProbeFit, SearchResult, fit_cost_model
 from can_train.fit.explore import (
     Explorer,
     Workload,
@@ -44,7 +44,7 @@ from can_train.fit.micro_batcher import untrainable_because
 from can_train.fit.offloaded_state import OffloadedState
 from can_train.fit.optimizer import make_optimizer, only_trained, phase_parameters, phase_training
 from can_train.fit.optimizer_memory import measure_optimizer
-from can_train.fit.packing import BatchCosts, batch_totals, counts_of, growing_totals
+from can_train.fit.packing import ROUNDING, BatchCosts, batch_totals, counts_of, growing_totals
 from can_train.fit.peak_prediction import (
     MemoryTerm,
     PeakPrediction,
@@ -92,7 +92,13 @@ _CLEARED: Final = ("before", "after")
 _TOLD_SHARE: Final = 0.01  # of the peak: smaller gradients that are alive are not told
 _ANY_LR: Final = 1e-3  # a learning rate decides no memory
 _SIZES_SHARE: Final = 0.1  # of the peak: the change that other values may cause; not measured
-_CHECKED: Final = 4  # Costs of the largest probe: of a batch unlike the probes that tells whether the line holds for it
+# Cost of a batch unlike the probes that tells whether the line holds for it: so many costs of the largest probe, and
+# then so many bytes, as far as running it is expected to take no more than some seconds. Above the probes another
+# instant of the step may decide the peak, whose memory grows faster.
+_CHECKED: Final = 4
+_CHECKED_BYTES: Final = 64 * 2**20
+_CHECKED_SECONDS: Final = 2.0
+_LINE_SHARES: Final = (0.4, 0.6, 0.8, 1.0)  # Of a batch that is off the line: the parts that another line is fitted to
 
 
 Counts = Sequence[float] | NDArray[Any] | Tensor
@@ -207,7 +213,7 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
             found = step.on_cpu()
         found = _widened(found) if step.is_compiled else found
         # The operations that are recorded for a card have the gradients as they are.
-        if sparse_bytes := _sparse_bytes(task_or_model):
+        if sparse_bytes := sum(weight.nbytes for weight in _sparse_weights(task_or_model).values()):
             found = _with_sparse(found, sparse_bytes)
     if low_bit is not None:
         found = low_bit.stated(found, step.trained)
@@ -230,14 +236,11 @@ def _widened(found: PeakPrediction, reason: str = "") -> PeakPrediction:
     return replace(found, tensors=tensors, limits=limits, notices=(*found.notices, notice))
 
 
-def _sparse_bytes(model: nn.Module) -> int:
-    """Returns the bytes of the weights that get sparse gradients."""
-    weights = {
-        id(module.weight): module.weight.nbytes
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
-    }
-    return sum(weights.values())
+def _sparse_weights(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Returns the weights that get sparse gradients, by their identity."""
+    modules = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    weights: list[Any] = [module.weight for module in modules if module.sparse]
+    return {id(weight): weight for weight in weights if weight.requires_grad}
 
 
 def _with_sparse(found: PeakPrediction, sparse_bytes: int) -> PeakPrediction:
@@ -768,14 +771,21 @@ class _Batch:
     features: Sequence[Feature]
     totals: NDArray[np.float64]  # [F] of the whole batch
 
+    @property
+    def size(self) -> int:
+        """Samples of the whole batch."""
+        return round(float(self.totals[-1]))
+
     def unlike_probes(self, cost_of: NDArray[np.float64], cost: float) -> NDArray[np.int64]:
         """Returns positions of samples that cost about as much: the smallest and the largest in turn, as no probe has
-        them: a probe's samples are alike or in order.
+        them: a probe's samples are alike or in order. Where the batch is only a number, samples come several times.
         """
         ranked = np.argsort(self.counts[:, 0], kind="stable")
         mixed = np.stack([ranked, ranked[::-1]], axis=1).ravel()[: len(ranked)]
-        within = growing_totals(self.features, self.counts[mixed]) @ cost_of <= cost
-        return mixed[: max(int(within.sum()), 1)]
+        mixed = np.resize(mixed, max(self.size, 1))
+        within = growing_totals(self.features, self.counts[mixed]) @ cost_of <= cost * (1 + ROUNDING)
+        chosen: NDArray[np.int64] = mixed[: max(int(within.sum()), 1)]
+        return chosen
 
 
 def _of_model(of: _Step) -> PeakPrediction:
@@ -796,13 +806,17 @@ def _of_model(of: _Step) -> PeakPrediction:
             remedy="Give optimizer=torch.optim.SGD, and add the memory of its state",
         ) from error  # fmt: skip
 
+    sparse = _sparse_weights(model)
+
     def step(rows: NDArray[np.int64]) -> None:
         try:
             if of.loop.keeps_alive:
                 for parameter in of.trained:
-                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad = None if id(parameter) in sparse else torch.zeros_like(parameter)
             is_first = of.loop.accumulation_steps == 1
-            of.loop.backward(lambda: of.loss(rows, "cpu"), of.trained, is_first=is_first)
+            # Sparse gradients grow with each batch that they are added up over.
+            for _ in range(max(of.loop.accumulation_steps, 2) if sparse and of.loop.keeps_alive else 1):
+                of.loop.backward(lambda: of.loss(rows, "cpu"), of.trained, is_first=is_first)
         finally:
             for parameter in model.parameters():
                 parameter.grad = None
@@ -821,36 +835,65 @@ def _of_model(of: _Step) -> PeakPrediction:
     explains = False
     with left_as_it_was(model, meter):
         fit = probe(work, meter)
-        cost_of = np.asarray(fit.model.coefficients)
-        cost = float(batch.totals @ cost_of)
-        peak = fit.model.base_bytes + cost
+        law, cost = fit.model, float(batch.totals @ fit.model.coefficients)
+        peak = law.base_bytes + cost
         if cost <= fit.largest_cost:
             # Gradients decide the peak of a batch no larger than the probes, which no line tells: it is run. The last
             # feature counts samples.
             positions = np.arange(round(batch.totals[-1]))
             with CatchOutOfMemory():
                 peak = float(replace(work, rows=positions).peak(meter, positions).allocated)
-                explains = fit.model.explains
+                explains = law.explains
         else:
-            positions = batch.unlike_probes(cost_of, min(_CHECKED * fit.largest_cost, cost))
-            checked = float(batch_totals(batch.features, batch.counts[positions]) @ cost_of)
             with CatchOutOfMemory():
-                found = work.peak(meter, positions).allocated - fit.model.base_bytes
-                agrees = abs(found - checked) <= EXPLAINED * max(found, checked)
-                explains = fit.model.explains and (agrees or checked <= fit.largest_cost)
+                law, peak, explains = _beyond_probes(work, meter, batch, fit)
     optimizer_step = resident_bytes + optimizer.parameter_bytes + optimizer.state_bytes + optimizer.transient_bytes
     means = tuple(batch.counts.mean(axis=0).tolist())
-    phase = SearchResult(model=fit.model, tuned_limit=math.inf, capped=True, mean_totals=means)
+    phase = SearchResult(model=law, tuned_limit=math.inf, capped=True, mean_totals=means)
     peak = max(peak, float(optimizer_step))
     return PeakPrediction(
-        tensors=_around(peak, fit.model.half_width(batch.totals)),
-        parts=_line_parts(peak, fit.model.base_bytes),
+        tensors=_around(peak, law.half_width(batch.totals)),
+        parts=_line_parts(peak, law.base_bytes),
         explains=explains,
         limits=DeviceLimits(
             device_key=meter.key, capacity_bytes=meter.capacity_bytes, training=phase, evaluation=phase,
             optimizer_peak_bytes=optimizer_step, gradient_bytes=optimizer.parameter_bytes,
         ),
     )  # fmt: skip
+
+
+def _beyond_probes(work: Workload, meter: CpuMeter, batch: _Batch, fit: ProbeFit) -> tuple[CostModel, float, bool]:
+    """Predicts a batch that is larger than the probes, and runs larger ones, up to the batch itself, that tell whether
+    their line holds. Where it does not, and samples are alike, a line through the larger ones takes its place.
+
+    Returns:
+        The cost model, the batch's peak, and whether the model explains the memory of larger batches.
+    """
+    law, cost_of = fit.model, np.asarray(fit.model.coefficients)
+    cost, limit = float(batch.totals @ cost_of), _CHECKED * fit.largest_cost
+    began = meter.seconds()
+    positions = batch.unlike_probes(cost_of, min(limit, cost))
+    found = work.peak(meter, positions).allocated
+    seconds = (meter.seconds() - began) * _CHECKED_BYTES / max(limit, 1.0)
+    if limit < min(_CHECKED_BYTES, cost) and seconds <= _CHECKED_SECONDS:
+        positions = batch.unlike_probes(cost_of, min(_CHECKED_BYTES, cost))
+        found = work.peak(meter, positions).allocated
+    checked, grown = law.cost(batch.counts[positions]), found - law.base_bytes
+    agrees = abs(grown - checked) <= EXPLAINED * max(grown, checked) or checked <= fit.largest_cost
+    explains = law.explains and agrees
+    # Where samples differ, their counts may be the reason.
+    is_uniform = bool((batch.counts == batch.counts[:1]).all())
+    if not explains and is_uniform and (larger := _line_of_parts(work, meter, batch, positions)).explains:
+        law, explains = replace(larger, below=((fit.largest_cost, fit.largest_peak),)), True
+    is_whole = len(positions) == batch.size
+    return law, float(found) if is_whole else law.base_bytes + float(batch.totals @ law.coefficients), explains
+
+
+def _line_of_parts(work: Workload, meter: CpuMeter, batch: _Batch, positions: NDArray[np.int64]) -> CostModel:
+    """Fits a line to some samples and to shares of them."""
+    parts = [positions[: max(round(share * len(positions)), 1)] for share in _LINE_SHARES]
+    totals = np.stack([batch_totals(batch.features, batch.counts[part]) for part in parts])
+    return fit_cost_model(batch.features, totals, np.array([work.peak(meter, part).allocated for part in parts]))
 
 
 def _maker(optimizer: str | MakeOptimizer | None) -> MakeOptimizer:
