@@ -775,7 +775,7 @@ class Explorer:
         """
         optimizer = self.optimizer_memory()
         missing = max(optimizer.state_bytes + self.others_state_bytes - held_bytes, 0)
-        state = allocate_ballast(missing, optimizer.tensor_bytes, self.meter.device)
+        state = allocate_ballast(missing, optimizer.tensor_bytes, self.meter.device, stays=True)
         with CatchOutOfMemory():
             if state is not None:
                 gradients = [torch.zeros_like(parameter) for parameter in self._parameters]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError, OutOfMemoryDetails
+from can_train.fit.cost_model import ALLOCATION_QUANTUM
 from can_train.fit.packing import ROUNDING, BatchCosts, MicroBatchLimit, cut
 from can_train.fit.random_state import Snapshot, leaves_of
 from can_train.io.units import size_text
@@ -557,7 +558,7 @@ class OptimizerReserve:
     def hold(self) -> None:
         """Allocates ballast in place of the state that the next step will make, or raises `DoesNotFitError`."""
         if self._missing_bytes and not self.tensors:
-            self.tensors = self._allocate(self._missing_bytes)
+            self.tensors = self._allocate(self._missing_bytes, stays=True)
 
     def before_step(self) -> None:
         """Frees the ballast and checks that the step's memory can be allocated.
@@ -570,9 +571,9 @@ class OptimizerReserve:
         self._allocate(self._transient_bytes + self._missing_bytes)
         self._missing_bytes = 0
 
-    def _allocate(self, need: int) -> list[Tensor]:
+    def _allocate(self, need: int, *, stays: bool = False) -> list[Tensor]:
         for retry in range(self._retries + 1):
-            if (held := allocate_ballast(need, self._tensor_bytes, self._meter.device)) is not None:
+            if (held := allocate_ballast(need, self._tensor_bytes, self._meter.device, stays=stays)) is not None:
                 return held
             self._meter.release()
             # After the first failure, the released cache may be enough.
@@ -587,24 +588,30 @@ class OptimizerReserve:
         )
 
 
-def allocate_ballast(need: int, tensor_bytes: Sequence[int], device: torch.device) -> list[Tensor] | None:
+def allocate_ballast(
+    need: int, tensor_bytes: Sequence[int], device: torch.device, *, stays: bool = False
+) -> list[Tensor] | None:
     """Allocates as many bytes as an optimizer's state and step need, for parameters of `tensor_bytes` each; returns
-    None where the device has no room for them.
+    None where the device has no room for them. `stays` tells whether they stand for the state while batches are
+    computed.
     """
-    # One piece is quick. Where memory is fragmented, the pieces that the optimizer will ask for still fit.
-    for sizes in ([need], [*_pieces(need, tensor_bytes)]):
+    pieces = [*_pieces(need, tensor_bytes)]
+    # One piece is quick, but takes a page of its own where the pieces that the optimizer will ask for share one. Where
+    # memory is fragmented, these still fit.
+    for sizes in [pieces] if stays else [[need], pieces]:
         with CatchOutOfMemory():
             return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
     return None
 
 
 def _pieces(need: int, tensor_bytes: Sequence[int]) -> Iterator[int]:
-    """Yields the sizes of the parameters, over and over until they add up to `need`."""
+    """Yields the sizes of the parameters, over and over until they add up to `need` as an allocator counts them."""
     for size in cycle(tensor_bytes or (need,)):
         if need <= 0:
             break
-        yield min(size, need)
-        need -= size
+        taken = -(-size // ALLOCATION_QUANTUM) * ALLOCATION_QUANTUM
+        yield min(taken, need)
+        need -= taken
 
 
 def describe_out_of_memory(
