@@ -123,15 +123,19 @@ def test_peaks_that_fall_leave_a_byte_a_unit_and_are_not_explained() -> None:
 
 
 SENTENCES = (Feature("tokens", padding=1), Feature("tokens", padding=2), SAMPLES)
-LENGTHS = st.lists(st.integers(10, 200), min_size=4, max_size=40).filter(lambda lengths: len(set(lengths)) > 3)
+LENGTHS = st.lists(st.integers(3, 200), min_size=4, max_size=40).filter(lambda lengths: len(set(lengths)) > 3)
 
 
 def of_sentences(lengths: Sequence[int], *, left_out: float, squared: float = 0.0) -> tuple[CostModel, Counts]:
-    """Fits to batches of sentences whose last words are left out; returns the counts of the sentences, too."""
+    """Fits to batches of sentences whose last words are left out, which tell all features apart; returns the counts of
+    the sentences, too.
+    """
     counts = np.array([[length, length, 1.0] for length in lengths])
     batches = [counts[order[:size]] for order in (np.argsort(counts[:, 0]), np.arange(len(counts)))
                for size in (1, 2, 3, len(counts))]  # fmt: skip
     totals = np.stack([batch_totals(SENTENCES, batch) for batch in batches])
+    scaled = np.column_stack([np.ones(len(totals)), totals / totals.max(axis=0)])
+    assume(np.linalg.matrix_rank(scaled, tol=1e-3) == scaled.shape[1])
     peaks = MIB + totals @ [10_000.0, squared, -10_000.0 * left_out]
     return fit_cost_model(SENTENCES, totals, peaks), counts
 
@@ -144,7 +148,7 @@ def test_words_that_are_left_out_of_each_sentence_are_found(
     assert model.relative_residual <= AGREED
     mixed = batch_totals(SENTENCES, counts[::2])
     truth = float(mixed @ [10_000.0, squared, -10_000.0 * left_out])
-    assert model.cost(counts[::2]) == pytest.approx(truth, rel=0.05)
+    assert model.cost(counts[::2]) == pytest.approx(truth, rel=0.02)
 
 
 @given(lengths=LENGTHS, left_out=st.floats(0.0, 4.0), others=st.lists(st.integers(1, 300), min_size=1, max_size=30))
