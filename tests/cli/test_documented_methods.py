@@ -34,8 +34,9 @@ def trained(folder: Path, name: str, capsys: pytest.CaptureFixture[str], *words:
     (folder / "digits.py").write_text(snippet("Digits"))
     bases = dict.fromkeys((name, "Digits"))
     mixed = f"\n\nfrom digits import Digits\n\n\nclass Trained({', '.join(bases)}):\n    pass\n"
-    (folder / "trained.py").write_text(snippet(name) + mixed)
-    assert main(("--task", "trained.py:Trained", "--device", "cpu", "--epochs", "2", "--json", *words)) == 0
+    file = folder / f"trained_{name.lower()}.py"  # A file that was imported is not imported again
+    file.write_text(snippet(name) + mixed)
+    assert main(("--task", f"{file.name}:Trained", "--device", "cpu", "--epochs", "2", "--json", *words)) == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     return result
 
