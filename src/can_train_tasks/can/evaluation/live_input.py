@@ -5,6 +5,7 @@ Shapes: M frames.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import select
@@ -26,12 +27,20 @@ from numpy.typing import NDArray
 
 from can_train.errors import ConfigError, DataError
 from can_train_tasks.can.data.clocks import TICKS_PER_SECOND, LogClock
-from can_train_tasks.can.data.formats import header_grammars, number_texts, shortened, with_unit
-from can_train_tasks.can.data.grammar import MAX_CAN_ID, Grammar, parse_rows
+from can_train_tasks.can.data.formats import number_texts, shortened, with_unit
+from can_train_tasks.can.data.grammar import MAX_CAN_ID, Grammar, ParsedRows, parse_rows
 from can_train_tasks.can.data.graphs import Frames, counted
-from can_train_tasks.can.data.line_formats import line_grammars, variants
 from can_train_tasks.can.data.payload_fields import MAX_PAYLOAD_BYTES
 from can_train_tasks.can.data.recordings import recording_format
+from can_train_tasks.can.evaluation.live_format import (
+    PATIENT_LINES,
+    RECENT_LINES,
+    Choice,
+    choose,
+    is_misread,
+    lines_around,
+    with_times,
+)
 from can_train_tasks.can.settings import CanDatasetSettings
 
 STANDARD_INPUT: Final = "-"
@@ -45,7 +54,7 @@ READ_BYTES: Final = 2**20  # most bytes of text that are parsed together, a tent
 MAX_LINE_BYTES: Final = 2**16  # a longer line is no frame, and is not kept in memory
 UNREADABLE_LINES: Final = 100  # lines, or bytes, without a frame: the input is no log. Headers are shorter
 UNREADABLE_BYTES: Final = 2**17
-# First lines of a CSV log that tell the unit of its times and the bases of its numbers, where no heading does.
+# First lines of a log that tell the unit of its times and the bases of its numbers, where no heading does.
 TELLING_LINES: Final = 200
 MESSAGES: Final = 4096  # most messages of an interface that are taken together
 # Rows that decide whether times are differences (candump -td), and the share of steps back that decides it:
@@ -70,9 +79,6 @@ _ERROR_LINE: Final = re.compile(
     r"[ \t]*\((?P<time>[^)]*)\)[ \t]+(?P<channel>[!-~]+)[ \t]+(?:(?:RX|TX)[ \t]+[B-][ \t]+[E-][ \t]+)?"
     r"(?P<id>[23][0-9A-Fa-f]{7})(?:#|[ \t]+\[)"
 )
-
-# `  can0  12A   [2]  00 F0`: candump's screen format without -t, whose lines have no time.
-_WITHOUT_TIME: Final = re.compile(r"[ \t]*[A-Za-z][!-~]*[ \t]+[0-9A-Fa-f]{3,8}[ \t]+(?:(?:TX|RX)[ \t-]+)?\[\d+\]")
 
 
 class BusFrames(NamedTuple):
@@ -241,11 +247,15 @@ class TextInput(FrameInput):
         self._descriptor = descriptor
         self._settings = dataset
         self._grammar: Grammar | None = None
+        self._before: Grammar | None = None  # the grammar that was given up
         self._log_clock: LogClock | None = None  # once the grammar is known
         self._unknown: list[str | None] = []  # the first lines, as long as their format is not known
         self._unknown_bytes = 0
         self._awaits_more = False  # whether a format reads the first lines, but more lines must tell its unit or bases
         self._untimed = False  # whether the lines have no times, and get the times of their arrival
+        self._heading: list[str | None] = []  # the lines above the first frame, which a new choice of format needs
+        self._recent: list[str | None] = []  # the last lines that were parsed
+        self._vain_lines: float = math.inf  # lines since the last vain attempt to choose the format anew
         self._deltas: bool | None = None  # whether the times are differences; None: not known yet
         self._undecided: list[tuple[Frames, NDArray[Any]]] = []  # with the interface of each frame
         self._clock_s = 0.0  # sum of the differences
@@ -358,12 +368,18 @@ class TextInput(FrameInput):
 
     def _parsed(self, lines: list[str | None], grammar: Grammar) -> Iterator[BusFrames | BusErrors]:
         now_s = time.time()
-        if self._untimed:
-            lines = _with_times(lines, self._arrived_s, now_s)
+        timed = with_times(lines, self._arrived_s, now_s) if self._untimed else lines
         self._arrived_s = now_s
-        series = pl.Series("line", lines, dtype=pl.String)
+        series = pl.Series("line", timed, dtype=pl.String)
+        rows = parse_rows(series, grammar)
+        if self._is_misread(lines, rows, grammar):
+            self._before, self._grammar, self._log_clock = grammar, None, None
+            self._unknown = [*self._heading, *lines]
+            yield from self._recognised()
+            return
+        self._recent = [*self._recent, *lines[-RECENT_LINES:]][-RECENT_LINES:]
         self._log_clock = self._log_clock or LogClock(grammar)
-        rows = self._log_clock.of(parse_rows(series, grammar), series)
+        rows = self._log_clock.of(rows, series)
         self.malformed.update(rows.malformed["reason"].to_list())
         if len(rows.timestamp):
             label = np.zeros(len(rows.timestamp), np.uint8)
@@ -373,8 +389,19 @@ class TextInput(FrameInput):
             self._undecided.append((Frames(rows.timestamp, rows.can_id, rows.length, rows.payload, label), channels))
             yield from self._decided()
         if rows.error_frames:
-            for errors in self._errors(lines, rows.error_frames, grammar):
+            for errors in self._errors(timed, rows.error_frames, grammar):
                 yield from self._counted(errors)
+
+    def _is_misread(self, lines: Sequence[str | None], rows: ParsedRows, grammar: Grammar) -> bool:
+        """Returns whether another format reads more of the latest lines: the first ones may have fitted several."""
+        self._vain_lines += len(lines)
+        # An error frame alone fits several formats. Until the first frame, each malformed line may tell another one.
+        if not len(rows.malformed) or (self.channels.total() and self._vain_lines < PATIENT_LINES):
+            return False
+        around = lines_around(rows, self._recent, lines)
+        misread = is_misread([*self._heading, *around], grammar, self._settings)
+        self._vain_lines = math.inf if misread else 0
+        return misread
 
     def _errors(self, lines: list[str | None], count: int, grammar: Grammar) -> Iterator[BusErrors]:
         """Yields the `count` error frames among lines, bus by bus where the lines name the bus."""
@@ -397,23 +424,13 @@ class TextInput(FrameInput):
         Returns:
             None where no grammar reads a line, or where more lines must tell the unit of times or the number bases.
         """
-        sample = list(lines)
-        self._untimed = any(line and _WITHOUT_TIME.match(line) for line in sample)
-        if self._untimed:
-            now_s = time.time()
-            sample = _with_times(sample, now_s, now_s)
-        series = pl.Series("line", sample, dtype=pl.String)
-        grammars = variants([*header_grammars(series, self._settings), *line_grammars(series)], series)
-        parsed = [(grammar, parse_rows(series, grammar)) for grammar in grammars]
-        # Error frames count too: a faulty bus may send nothing else.
-        grammar, rows = max(parsed, key=lambda each: (len(each[1].position), each[1].error_frames))
-        if not len(rows.position) and not rows.error_frames:
+        choice = choose(lines, self._settings)
+        if choice is None:
             return None
-        wanted = self._settings.time_unit
-        needs_unit = bool(grammar.header) and not (grammar.dated or (wanted == "auto" and grammar.unit_known))
-        texts = number_texts(series, self._settings) if grammar.name == "columns" else None
+        texts = number_texts(choice.lines, self._settings) if choice.grammar.name == "columns" else None
         bases = texts.notes() if texts else []
-        is_open = (needs_unit and wanted == "auto") or bool(bases)
+        needs_unit = not choice.tells_unit() and (self._before is None or self._before.name != choice.grammar.name)
+        is_open = (needs_unit and self._settings.time_unit == "auto") or bool(bases)
         self._awaits_more = is_open and len(lines) < TELLING_LINES and not final
         if self._awaits_more:
             return None
@@ -422,17 +439,29 @@ class TextInput(FrameInput):
             remedy = f"; {note.doubt}, a heading such as `id_{note.other_base}` tells it"
             fact = f"{note.fact[0].upper()}{note.fact[1:]}"
             self.notes.append(fact + (remedy if note.setting == "id_base" else ""))
-        if needs_unit:
-            decided = with_unit(grammar, wanted, rows, series)
-            if decided.assumption != grammar.assumption:
-                unit = next(name for name, ticks in TICKS_PER_SECOND.items() if ticks == decided.ticks_per_second)
-                self.notes.append(f"No heading tells the unit of the times, which are taken for {unit} because of how "
-                                  "often IDs repeat; one such as `time [ms]` tells it")  # fmt: skip
-            grammar = decided
-        if self._untimed:
+        grammar = self._with_unit(choice)
+        if choice.untimed and not self._untimed:
             self.notes.append("The lines have no times, so those of their arrival are used, which are less exact; "
                               "candump -ta or -L prints times")  # fmt: skip
+        if self._before is not None and self.channels.total():
+            self.notes.append("The lines no longer fit the format that the first ones told, and it was chosen anew")
+        self._untimed, self._heading, self._recent = choice.untimed, choice.heading(lines), []
         return grammar
+
+    def _with_unit(self, choice: Choice) -> Grammar:
+        """Sets the unit of the times, by the settings or by how often IDs repeat, and notes a guess."""
+        grammar, before = choice.grammar, self._before
+        if choice.tells_unit():
+            return grammar
+        if before is not None and before.name == grammar.name:
+            return replace(grammar, ticks_per_second=before.ticks_per_second, unit_known=True)
+        decided = with_unit(grammar, self._settings.time_unit, choice.rows, choice.lines)
+        unit = next(name for name, ticks in TICKS_PER_SECOND.items() if ticks == decided.ticks_per_second)
+        if decided.assumption != grammar.assumption:
+            tells = "; one such as `time [ms]` tells it" if grammar.header else ""
+            self.notes.append(f"No heading tells the unit of the times, which are taken for {unit} because of how "
+                              f"often IDs repeat{tells}")  # fmt: skip
+        return decided
 
     def _decided(self, *, final: bool = False) -> Iterator[BusFrames]:
         """Yields the waiting frames, once it is known whether their times are differences."""
@@ -454,12 +483,6 @@ class TextInput(FrameInput):
             self._clock_s = float(times[-1])
             frames = replace(frames, timestamp=times)
         yield from self._by_bus(frames, channels)
-
-
-def _with_times(lines: Sequence[str | None], since_s: float, now_s: float) -> list[str | None]:
-    """Puts times before lines without times, evenly spaced from `since_s` to `now_s`."""
-    times = np.linspace(since_s, now_s, len(lines) + 1)[1:]
-    return [line and f"({at:.6f}) {line.lstrip()}" for line, at in zip(lines, times.tolist(), strict=True)]
 
 
 class BusInput(FrameInput):

@@ -137,6 +137,52 @@ def test_lines_may_arrive_in_pieces_and_the_last_one_may_lack_its_end() -> None:
     source.close()
 
 
+@pytest.mark.parametrize("style", ["-L", "-ta", ""])
+def test_an_error_frame_before_all_others_blinds_no_session(style: str) -> None:
+    screen = "  can0  20000004   [8]  00 04 00 00 00 00 00 00   ERRORFRAME\n\tcontroller-problem{rx-error-warning}\n"
+    error = {"-L": "(1.5) can0 20000004#0004000000000000\n", "-ta": f" (1.5){screen}", "": screen}[style]
+    source = TextInput(Pipe([error.encode(), 0.02, candump(FRAMES, style).encode()]).reading, SETTINGS)
+    found = frames_of(source)
+    assert (found.can_id == FRAMES.can_id & 0x7FF).all()
+    assert (source.frames, source.errors, source.malformed.total()) == (300, 1, 0)
+    source.close()
+
+
+@pytest.mark.parametrize("label", [" T", " attack", " 1", " R"])
+@pytest.mark.parametrize("style", ["-L", "-ta"])
+def test_labels_on_the_first_lines_only_lose_no_line(style: str, label: str) -> None:
+    lines = candump(FRAMES, style).splitlines()
+    lines[:40] = [line + label for line in lines[:40]]
+    parts = ["\n".join([*lines[:30], ""]).encode(), 0.02, "\n".join([*lines[30:], ""]).encode()]
+    source = TextInput(Pipe(parts).reading, SETTINGS)
+    same(frames_of(source))
+    assert source.malformed_text() == ""
+    source.close()
+
+
+def test_first_lines_of_another_format_are_given_up(tmp_path: Path) -> None:
+    # The first 250 IDs look decimal; then letters tell that all are hexadecimal.
+    rows = [f"{number / 100:.2f},{name},00FF\n" for number, name in
+            enumerate([*[str(1500 + number % 40) for number in range(250)], *["1A0"] * 300])]  # fmt: skip
+    found, source = read("timestamp,can_id,data\n" + "".join(rows[:250]), tmp_path)
+    assert set(found.can_id.tolist()) == set(range(1500, 1540))
+    parts = ["".join(["timestamp,can_id,data\n", *rows[:250]]).encode(), 0.02, "".join(rows[250:]).encode()]
+    source = TextInput(Pipe(parts).reading, SETTINGS)
+    assert frames_of(source).can_id[250:].tolist() == [0x1A0] * 300
+    assert source.malformed_text() == ""
+    source.close()
+
+
+def test_a_few_odd_lines_change_no_format() -> None:
+    lines = candump(FRAMES).encode().splitlines(keepends=True)
+    odd = b"1483093132.049669  0380  000  2  30 bb\n"  # a frame, in another format
+    parts = [b"".join(lines[:100]), 0.02, odd, 0.02, odd, 0.02, b"".join(lines[100:])]
+    source = TextInput(Pipe(parts).reading, SETTINGS)
+    same(frames_of(source))
+    assert source.malformed.total() == 2
+    source.close()
+
+
 def test_a_header_may_arrive_long_before_the_first_row() -> None:
     header, _, rows = b"timestamp,arbitration_id,data_field,attack\n", 0, b"1.5,123,00FF,0\n1.6,124,00FF,0\n"
     source = TextInput(Pipe([header, 0.05, rows]).reading, SETTINGS)
