@@ -115,6 +115,34 @@ def test_the_unit_of_times_is_that_of_a_file_and_is_said_where_it_is_guessed(
     source.close()
 
 
+@pytest.mark.parametrize("setting", ["auto", "us"])
+@pytest.mark.parametrize("row", ["{us},{can_id:04x},8,{bytes},R\n", "{us}  {can_id:04x}  000  8  {bytes}\n",
+                                 "Timestamp: {us}  ID: {can_id:04x}  000  DLC: 8  {bytes}\n"])  # fmt: skip
+def test_the_unit_of_times_without_a_header_is_guessed_or_set(row: str, setting: str) -> None:
+    frames = injected_frames(300)
+    separator = "," if "," in row else " "
+    lines = [row.format(us=round(time * 1e6), can_id=can_id, bytes=bytes(data).hex(separator)) for time, can_id, data in
+             zip(frames.timestamp, frames.can_id, frames.payload, strict=True)]  # fmt: skip
+    parts = ["".join(lines[:7]).encode(), 0.02, "".join(lines[7:]).encode()]
+    source = TextInput(Pipe(parts).reading, replace(SETTINGS, time_unit=setting))
+    same(frames_of(source), frames)
+    assert source.notes == ([] if setting == "us" else [
+        "No heading tells the unit of the times, which are taken for us because of how often IDs repeat"])  # fmt: skip
+    source.close()
+
+
+@pytest.mark.parametrize("style", ["-L", "-ta", "-td"])
+def test_times_that_candump_prints_are_seconds_and_are_not_waited_for(style: str) -> None:
+    goes_on = threading.Event()
+    text = candump(FRAMES, style).encode().splitlines(keepends=True)
+    source = TextInput(Pipe([b"".join(text[:30]), goes_on]).reading, replace(SETTINGS, time_unit="us"))
+    batch = next(source.batches())
+    assert isinstance(batch, BusFrames)
+    np.testing.assert_allclose(np.diff(batch.frames.timestamp), np.diff(FRAMES.timestamp[:30]), atol=2e-4)
+    goes_on.set()
+    source.close()
+
+
 def test_a_slow_pipe_is_not_waited_for_to_guess_the_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_input, "SILENCE_S", 0.05)
     rows = b"".join(b"%d,%03X,00FF\n" % (number * 10, 0x100 + number % 2) for number in range(60))
