@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from can_train.errors import DataError
 from can_train_tasks.can.data.clocks import LogClock
+from can_train_tasks.can.data.differences import CLOCK_JITTER_S, MOST_ROWS, are_differences, may_be_differences
 from can_train_tasks.can.data.formats import NumberTexts, number_texts, recognise, shortened
 from can_train_tasks.can.data.grammar import MAX_TIME_S, ParsedRows, parse_rows
 from can_train_tasks.can.data.graphs import BENIGN, MAX_KINDS, Frames, Ints, counted, named_id, too_many_kinds
@@ -33,7 +34,6 @@ ATTACK_WORDS: Final = frozenset(
     {"1", "t", "true", "yes", "attack", "attacked", "anomaly", "anomalous", "malicious", "injected"}
 )
 
-CLOCK_JITTER_S: Final = 0.010  # a good row may step back in time by this much: public captures step back up to 7.9 ms
 TIME_RUNS_BACKWARDS: Final = f"time runs backwards by more than {CLOCK_JITTER_S * 1000:g} ms"
 MAX_JITTER_SHARE: Final = 0.5  # share of the frames that may step back by a clock's jitter; above, a log is reversed
 _MAX_EXAMPLES: Final = 3
@@ -267,6 +267,7 @@ class LogReader:
             notes=notes,
             some_labelled=self._has_labels and not self._all_labelled,
             decimal_ids=self.id_base == "dec",
+            may_be_differences=self._grammar is not None and may_be_differences(self._grammar),
         )
 
     def _frames(self, rows: ParsedRows) -> Frames:
@@ -385,6 +386,8 @@ class ReadReport:
     labelled: int = 0  # frames whose row has a label
     some_labelled: bool = False  # whether rows may lack a label
     decimal_ids: bool = False  # whether the log writes IDs as decimal numbers
+    may_be_differences: bool = False  # whether the format leaves open what the times count from
+    first_times: list[float] = field(default_factory=list)  # of the first frames in seconds, where that is open
     ids: Counter[int] = field(default_factory=Counter)  # frames of each CAN ID
     lost_ids: Counter[int] = field(default_factory=Counter)  # malformed rows of each CAN ID, where the ID is known
     lost_labels: Counter[str] = field(default_factory=Counter)  # malformed rows of each label, where the label is known
@@ -404,6 +407,8 @@ class ReadReport:
         step_s = np.round(np.diff(rows.timestamp, prepend=previous_s), 6)
         backwards = rows.position[step_s < -CLOCK_JITTER_S]
         jitter_s = -step_s[(step_s < 0) & (step_s >= -CLOCK_JITTER_S)]
+        if self.may_be_differences and len(self.first_times) < MOST_ROWS:
+            self.first_times += rows.timestamp[: MOST_ROWS - len(self.first_times)].tolist()
         self.frames += len(rows.timestamp)
         self.malformed += len(rows.malformed)
         self.error_frames += rows.error_frames
@@ -427,8 +432,14 @@ class ReadReport:
         """Checks that a log has few faults.
 
         Raises:
-            DataError: More rows are bad than allowed, time runs backwards throughout, or there is no frame at all.
+            DataError: More rows are bad than allowed, time runs backwards throughout, the times are differences from
+                line to line, or there is no frame at all.
         """
+        if are_differences(np.array(self.first_times), final=True):
+            raise DataError("The times of the log are differences from line to line, as `candump -t d` prints",
+                            value=str(self.path),
+                            remedy="Record times of a clock: `candump -t a`; can-train detect reads differences"
+                            )  # fmt: skip
         if self.bad_share > max_malformed:
             bad = self.malformed + self.backwards
             are = "is" if bad == 1 else "are"

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from can_train.errors import ConfigError, DataError
 from can_train_tasks.can.data.clocks import TICKS_PER_SECOND, LogClock
+from can_train_tasks.can.data.differences import are_differences, may_be_differences
 from can_train_tasks.can.data.formats import number_texts, shortened, with_unit
 from can_train_tasks.can.data.grammar import MAX_CAN_ID, Grammar, ParsedRows, parse_rows
 from can_train_tasks.can.data.graphs import Frames, counted
@@ -57,11 +58,6 @@ UNREADABLE_BYTES: Final = 2**17
 # First lines of a log that tell the unit of its times and the bases of its numbers, where no heading does.
 TELLING_LINES: Final = 200
 MESSAGES: Final = 4096  # most messages of an interface that are taken together
-# Rows that decide whether times are differences (candump -td), and the share of steps back that decides it:
-# differences go up and down like noise, and clocks step back rarely.
-DELTA_ROWS: Final = 20
-DELTA_SHARE: Final = 0.25
-LONGEST_DELTA_S: Final = 100.0  # a clock's time is larger, unless the clock begins at zero and runs forwards
 _EXAMPLES: Final = 3  # reasons for malformed lines that a message names
 _NAMED_CHANNELS: Final = 4  # interfaces that a message names
 UNWATCHED_FRAMES: Final = 1000  # frames of other interfaces after which a note reports that the watched one is absent
@@ -256,6 +252,7 @@ class TextInput(FrameInput):
         self._heading: list[str | None] = []  # the lines above the first frame, which a new choice of format needs
         self._recent: list[str | None] = []  # the last lines that were parsed
         self._vain_lines: float = math.inf  # lines since the last vain attempt to choose the format anew
+        self._may_be_deltas = True  # whether the format leaves open what the times count from
         self._deltas: bool | None = None  # whether the times are differences; None: not known yet
         self._undecided: list[tuple[Frames, NDArray[Any]]] = []  # with the interface of each frame
         self._clock_s = 0.0  # sum of the differences
@@ -446,6 +443,9 @@ class TextInput(FrameInput):
         if self._before is not None and self.channels.total():
             self.notes.append("The lines no longer fit the format that the first ones told, and it was chosen anew")
         self._untimed, self._heading, self._recent = choice.untimed, choice.heading(lines), []
+        self._may_be_deltas = may_be_differences(grammar) and not choice.untimed
+        if self._before is not None and self._before.name != grammar.name:
+            self._deltas = None
         return grammar
 
     def _with_unit(self, choice: Choice) -> Grammar:
@@ -469,10 +469,8 @@ class TextInput(FrameInput):
             return
         frames = Frames.concatenate([waiting for waiting, _ in self._undecided])
         channels = np.concatenate([names for _, names in self._undecided])
-        if self._deltas is None and (len(frames) >= DELTA_ROWS or final):
-            steps = np.diff(frames.timestamp)
-            backwards = np.count_nonzero(steps < 0) > DELTA_SHARE * max(len(steps), 1)
-            self._deltas = bool(backwards and frames.timestamp.min() >= 0 and frames.timestamp.max() < LONGEST_DELTA_S)
+        if self._deltas is None:
+            self._deltas = self._may_be_deltas and are_differences(frames.timestamp, final=final)
             if self._deltas:
                 self.notes.append("The times are differences from line to line (candump -td), and were added up")
         if self._deltas is None:

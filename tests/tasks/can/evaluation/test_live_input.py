@@ -131,7 +131,7 @@ def test_the_unit_of_times_without_a_header_is_guessed_or_set(row: str, setting:
     source.close()
 
 
-@pytest.mark.parametrize("style", ["-L", "-ta", "-td"])
+@pytest.mark.parametrize("style", ["-L", "-ta"])
 def test_times_that_candump_prints_are_seconds_and_are_not_waited_for(style: str) -> None:
     goes_on = threading.Event()
     text = candump(FRAMES, style).encode().splitlines(keepends=True)
