@@ -31,7 +31,7 @@ from can_train_tasks.can.data.differences import are_differences, may_be_differe
 from can_train_tasks.can.data.formats import number_texts, shortened, with_unit
 from can_train_tasks.can.data.grammar import MAX_CAN_ID, Grammar, ParsedRows, parse_rows
 from can_train_tasks.can.data.graphs import Frames, counted
-from can_train_tasks.can.data.payload_fields import MAX_PAYLOAD_BYTES
+from can_train_tasks.can.data.payload_fields import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 from can_train_tasks.can.data.recordings import recording_format
 from can_train_tasks.can.evaluation.live_format import (
     PATIENT_LINES,
@@ -223,7 +223,8 @@ def open_input(name: str, dataset: CanDatasetSettings) -> FrameInput:
             os.fstat(_STANDARD_INPUT_DESCRIPTOR)  # raises OSError where standard input is closed
             return TextInput(_STANDARD_INPUT_DESCRIPTOR, dataset)
         if Path(name).exists() and not Path(name).is_dir():
-            if binary := recording_format(Path(name)):
+            # A pipe can be opened once only: what is read from it here would be lost.
+            if Path(name).is_file() and (binary := recording_format(Path(name))):
                 raise ConfigError(f"{name} is {binary.upper()}, a binary format: live detection reads text",
                                   remedy=f"Use can-train evaluate RUN --dataset {shlex.quote(name)}")  # fmt: skip
             return TextInput(os.open(name, os.O_RDONLY), dataset)
@@ -526,19 +527,26 @@ class BusInput(FrameInput):
             yield from self._counted(BusErrors.of(channel, of_bus[0].timestamp, kinds))
 
     def _frames(self, messages: Sequence[Any]) -> Iterator[BusFrames]:
-        good = [message for message in messages if len(message.data) <= MAX_PAYLOAD_BYTES]
-        if len(good) < len(messages):
-            self.malformed[f"more than {MAX_PAYLOAD_BYTES} bytes"] += len(messages) - len(good)
-        payload = b"".join(bytes(message.data).ljust(MAX_PAYLOAD_BYTES, b"\0") for message in good)
+        good = [message for message in messages if len(message.data) <= _most_bytes(message)]
+        self.malformed.update(f"more than {_most_bytes(message)} bytes" for message in messages
+                              if len(message.data) > _most_bytes(message))  # fmt: skip
+        width = (
+            FD_PAYLOAD_BYTES if any(len(message.data) > MAX_PAYLOAD_BYTES for message in good) else MAX_PAYLOAD_BYTES
+        )
+        payload = b"".join(bytes(message.data).ljust(width, b"\0") for message in good)
         frames = Frames(
             timestamp=np.array([message.timestamp for message in good], np.float64),
             can_id=np.array([message.arbitration_id for message in good], np.uint32),
             # A remote frame asks for data, and has no payload.
             length=np.array([0 if message.is_remote_frame else len(message.data) for message in good], np.uint8),
-            payload=np.frombuffer(payload, np.uint8).reshape(-1, MAX_PAYLOAD_BYTES),
+            payload=np.frombuffer(payload, np.uint8).reshape(-1, width),
             label=np.zeros(len(good), np.uint8),
         )
         yield from self._by_bus(frames, np.array([_channel(message) for message in good], object))
+
+
+def _most_bytes(message: Any) -> int:
+    return FD_PAYLOAD_BYTES if message.is_fd else MAX_PAYLOAD_BYTES
 
 
 def _channel(message: Any) -> str:

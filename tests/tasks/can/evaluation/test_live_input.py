@@ -280,6 +280,23 @@ def test_a_binary_log_is_refused_with_the_command_that_reads_it(magic: bytes, tm
         read(magic + b"\0" * 100, tmp_path)
 
 
+def test_a_named_pipe_is_read_from_its_first_line(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    threading.Thread(target=pipe.write_text, args=[candump(FRAMES)], daemon=True).start()
+    source = open_input(str(pipe), SETTINGS)
+    same(frames_of(source))
+    source.close()
+
+
+def test_a_pipe_of_the_shell_is_read_from_its_first_line() -> None:
+    reading = Pipe([candump(FRAMES).encode()]).reading
+    source = open_input(f"/dev/fd/{reading}", SETTINGS)
+    same(frames_of(source))
+    source.close()
+    os.close(reading)
+
+
 def two_buses(style: str) -> str:
     """The frames of FRAMES on can0, and every third one on can1 too."""
     lines = candump(FRAMES, style).splitlines(keepends=True)
@@ -385,3 +402,22 @@ def test_messages_of_a_bus_are_frames(buses, monkeypatch: pytest.MonkeyPatch) ->
     assert found.payload[0].tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
     assert (np.diff(found.timestamp) >= 0).all()
     assert (source.errors, source.bus_offs, source.malformed.total()) == (1, 1, 0)
+
+
+def test_a_bus_has_frames_of_can_fd(buses, monkeypatch: pytest.MonkeyPatch) -> None:
+    import can
+
+    monkeypatch.setattr(live_input, "SILENCE_S", 0.05)
+    sender, source = buses
+    for data, is_fd in ((range(24), True), (range(3), False), (range(64), True)):
+        sender.send(can.Message(arbitration_id=0x12A, data=data, is_extended_id=False, is_fd=is_fd))
+    assert isinstance(source, BusInput)
+    long = can.Message(arbitration_id=0x12A, is_extended_id=False)
+    long.data = bytearray(range(9))  # no classical frame
+    (tail,) = list(source._frames([long, can.Message(arbitration_id=1, data=[7], is_extended_id=False)]))
+    assert tail.frames.payload.shape == (1, 8)
+    assert source.malformed == {"more than 8 bytes": 1}
+    _, found = next(source.batches())
+    assert found.length.tolist() == [24, 3, 64]
+    assert found.payload.shape == (3, 64)
+    assert bytes(found.payload[0][:25]) == bytes([*range(24), 0])
