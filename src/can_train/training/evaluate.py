@@ -102,6 +102,14 @@ class Scorer:
         """
         return self._timed(samples, lambda inference: inference.scores(samples, rows))
 
+    def again(self, samples: Any, rows: Rows) -> NDArray[np.float64]:
+        """Returns the scores of samples that another call scores, too; progress counts them once, there."""
+        advance, self._advance = self._advance, lambda samples: None
+        try:
+            return self(samples, rows)
+        finally:
+            self._advance = advance
+
     def contributions(self, samples: Any, rows: Rows) -> NDArray[np.float64]:
         """Returns the contributions of the parts of samples to their scores. `samples.contributions`, which has the
         arguments of `scores`, computes them with gradients enabled.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, cast
 import numpy as np
 
 from can_train_tasks.can.data.graphs import Bools, Floats, Ints
-from can_train_tasks.can.evaluation.options import Hold
+from can_train_tasks.can.evaluation.options import AlarmRule, Hold
 
 if TYPE_CHECKING:
     from can_train_tasks.can.data.graphs import FlatGraphs
@@ -34,6 +34,16 @@ LEAST_BLOCKS: Final = 5
 
 EACH_WINDOW: Final = Hold(1, 1)
 USUAL_HOLD: Final = Hold(2, 3)  # hold of burst-level figures: most single flagged windows are false
+
+
+def alarm_hold(rule: AlarmRule) -> Hold | None:
+    """Returns the hold that raises the alarms of a rule; None: each flagged window raises an alarm.
+
+    A threshold for so many alarms an hour is chosen with a hold, which therefore raises them, too.
+    """
+    if rule.hold is None and rule.alarms_per_hour is None:
+        return None
+    return Hold(*(rule.hold or USUAL_HOLD))
 
 
 class BurstFigures(TypedDict):

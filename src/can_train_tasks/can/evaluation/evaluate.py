@@ -42,7 +42,7 @@ from can_train_tasks.can.evaluation.alarms import (
     usual_windows,
 )
 from can_train_tasks.can.evaluation.baselines import Baselines, constant_baselines, vocabulary_lookup
-from can_train_tasks.can.evaluation.bursts import USUAL_HOLD
+from can_train_tasks.can.evaluation.bursts import USUAL_HOLD, alarm_hold
 from can_train_tasks.can.evaluation.calibration import BenignScores, Calibration, calibrate_logs, calibration_notes
 from can_train_tasks.can.evaluation.metrics import Threshold
 from can_train_tasks.can.evaluation.options import AlarmRule, EvaluationOptions, Hold
@@ -209,7 +209,7 @@ class WindowEvaluation(Evaluation):
         """Judges the windows; explains the flagged windows if the options ask for it."""
         options: EvaluationOptions = self._request.options
         with score.stage("scoring"):
-            windows = self.judge(score, options)
+            windows = self.judge(score, options, first=score.again)
         judgement, samples = windows.judgement, windows.samples
         record = {name: judgement[name] for name in ("threshold", "threshold_rule")}
         if not (options.flagged_only or options.explain):
@@ -237,8 +237,10 @@ class WindowEvaluation(Evaluation):
             has_tables=self._request.verbose or not options.flagged_only,
         )
 
-    def judge(self, score: Score, rule: AlarmRule) -> EvaluatedWindows:
+    def judge(self, score: Score, rule: AlarmRule, first: Score | None = None) -> EvaluatedWindows:
         """Judges each folder separately, together with baselines and references, by the threshold of `rule` or the run.
+
+        `first` scores a window of each model before the time is measured; None: as `score` does.
 
         Raises:
             ConfigError: The run's result lacks a figure that the rule needs.
@@ -246,8 +248,9 @@ class WindowEvaluation(Evaluation):
             RunError: A score is not a finite number.
         """
         data, model, hold = self._data, self._model, Hold(*(rule.hold or USUAL_HOLD))
-        models = {"": model, **self._references}
-        timed = judging.TimedScore(lambda rows, role="": score(models[role], rows))
+        models, begin = {"": model, **self._references}, first or score
+        timed = judging.TimedScore(lambda rows, role="": score(models[role], rows),
+                                   first=lambda rows, role="": begin(models[role], rows))  # fmt: skip
         raw = self._folder_scores(timed)
         scores = self._final_scores(model, raw)
         if len(validation := data.split.validation):
@@ -279,7 +282,7 @@ class WindowEvaluation(Evaluation):
             samples=samples,
             rows=rows,
             threshold=chosen.value,
-            hold=None if rule.hold is None else hold,
+            hold=alarm_hold(rule),
             notes=[*notes, *self._id_notes(), *_notes(chosen, judgement["absent"])],
         )
 

@@ -399,17 +399,18 @@ class TimedScore:
     """Scores windows and measures the time.
 
     The first call for each model is not counted: it moves the model to the device and finds the model's batch limit.
+    `first` scores the windows of this call; None: as `score` does.
     """
 
-    def __init__(self, score: Score) -> None:
-        self._score = score
+    def __init__(self, score: Score, first: Score | None = None) -> None:
+        self._score, self._first = score, first or score
         self._counted: dict[str, tuple[int, float]] = {}
 
     def __call__(self, rows: Ints, *role: str) -> Floats:
         """Scores windows with the trained model, or with the reference model of a role."""
         name = "".join(role)
         started = time.perf_counter()
-        scores = self._score(rows, *role)
+        scores = (self._score if name in self._counted else self._first)(rows, *role)
         seconds = time.perf_counter() - started
         windows, before = self._counted.get(name, (-len(rows), -seconds))
         self._counted[name] = windows + len(rows), before + seconds

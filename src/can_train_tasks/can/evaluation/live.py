@@ -39,7 +39,7 @@ from can_train_tasks.can.data.graphs import (
     no_graphs,
 )
 from can_train_tasks.can.evaluation.alarms import LEAST_USUAL_WINDOWS, TOLD_SHARE, Cause, Explainer
-from can_train_tasks.can.evaluation.bursts import EACH_WINDOW, JOIN_S, USUAL_HOLD
+from can_train_tasks.can.evaluation.bursts import EACH_WINDOW, JOIN_S, alarm_hold
 from can_train_tasks.can.evaluation.calibration import LEAST_CALIBRATION_WINDOWS, BenignScores, Calibration
 from can_train_tasks.can.evaluation.live_input import SILENCE_S, BusErrors, FrameInput, Unread, open_input
 from can_train_tasks.can.evaluation.metrics import Threshold
@@ -127,9 +127,7 @@ def make_live_detector(
     judgement = finished.result.get("judgement", {})
     if "threshold" not in judgement:
         raise CheckpointError(f"The result of {finished.run_id} has no threshold", remedy="Train anew")
-    # A rule without a hold: with `alarms_per_hour`, `evaluate`'s usual hold for counting false events; otherwise each
-    # flagged window raises an alarm.
-    hold = Hold(*(rule.hold or (EACH_WINDOW if rule.alarms_per_hour is None else USUAL_HOLD)))
+    hold = alarm_hold(rule) or EACH_WINDOW
     threshold = Threshold(value=judgement["threshold"], rule=f"{judgement['threshold_rule']}")
     if rule.threshold is not None:
         threshold = Threshold(value=rule.threshold, rule="as given")
@@ -326,7 +324,7 @@ class LiveBus:
     def summary(self) -> list[str]:
         """Counts frames, windows and alarms, in sentences."""
         frames = self._builder.frames_seen
-        seconds = self._last_s - self._first_s if self._first_s is not None else 0.0
+        seconds = max(0.0, self._last_s - self._first_s - self._clock.jumped_s) if self._first_s is not None else 0.0
         seen = f"{counted(frames, 'frame')} in {seconds:,.1f} s, {counted(self.windows, 'window')}"
         sentences = [f"{seen}, {self.flagged:,} of them flagged, {counted(self.alarms.alarms, 'alarm')}"]
         if self._errors:

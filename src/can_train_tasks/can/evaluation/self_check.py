@@ -35,9 +35,14 @@ class Finding:
 
 
 class ClockCheck:
-    """Compares the times of frames with their arrival."""
+    """Compares the times of frames with their arrival.
+
+    Attributes:
+        jumped_s: Sum of the jumps in seconds, negative where the clock has stepped back.
+    """
 
     def __init__(self) -> None:
+        self.jumped_s = 0.0
         self._since: tuple[float, float] | None = None  # time of a frame and of its arrival, before any jump
         self._last_s = self._arrived_s = 0.0
         self._told_s = -np.inf
@@ -56,6 +61,7 @@ class ClockCheck:
         if not len(jumps):
             return
         self._since = (self._last_s, arrived_s)
+        self.jumped_s += float(steps[jumps].sum())
         if arrived_s - self._told_s < JUMP_EVERY_S:
             return
         self._told_s = arrived_s

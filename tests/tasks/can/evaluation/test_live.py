@@ -1,5 +1,6 @@
 """Live detection finds, window by window, what evaluating a log of the same frames finds."""
 
+import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -11,7 +12,7 @@ import polars as pl
 import pytest
 
 from can_train.errors import CheckpointError
-from can_train.reporter import SilentReporter
+from can_train.reporter import LineReporter, SilentReporter
 from can_train.training.evaluate import EvaluationRequest, evaluate
 from can_train_tasks.can.data.graphs import Frames
 from can_train_tasks.can.evaluation import live as live_module
@@ -70,6 +71,30 @@ def test_alarms_are_those_of_the_same_frames_in_a_log(kind: str, rule: AlarmRule
     assert ends == [(alarm["start_time"], alarm["end_time"], alarm["windows"]) for alarm in expected]
     scores = [alarm["score"] for alarm in found]
     assert scores == pytest.approx([alarm["score"] for alarm in expected], rel=1e-5)
+
+
+def test_a_threshold_for_so_many_alarms_an_hour_raises_the_alarms_of_a_log_and_live_with_one_hold(
+    tmp_path: Path,
+) -> None:
+    rule, frames = AlarmRule(alarms_per_hour=60.0), drive()
+    expected = offline(injected_run("gat"), write_log(tmp_path / "other.csv", frames), rule)["alarms"]
+    found = Watched(injected_run("gat"), candump(frames), tmp_path, rule).of("alarm_end")
+    assert found
+    spans = [(alarm["start_time"], alarm["end_time"], alarm["windows"]) for alarm in found]
+    assert spans == [(alarm["start_time"], alarm["end_time"], alarm["windows"]) for alarm in expected]
+
+
+def test_the_summary_tells_the_time_without_a_step_of_the_clock(tmp_path: Path) -> None:
+    frames = injected_frames(4_000, seed=1)
+    stepped = replace(frames, timestamp=frames.timestamp + np.where(np.arange(4_000) < 2_000, 3600.0, 0.0))
+    usual, seconds = (Watched(injected_run("gat"), candump(each), tmp_path).summary for each in (frames, stepped))
+    assert seconds.split(" s, ")[0] == usual.split(" s, ")[0]
+
+
+def test_progress_counts_each_window_once(tmp_path: Path) -> None:
+    shown, log = io.StringIO(), write_log(tmp_path / "other.csv", drive(400))
+    evaluate(EvaluationRequest(run=injected_run("gat"), dataset=str(log), device="cpu"), LineReporter(shown))
+    assert f"scoring: {400 // WINDOW} samples" in shown.getvalue()
 
 
 def table(frames: Frames) -> str:
