@@ -48,7 +48,7 @@ from can_train_tasks.can.evaluation.self_check import ClockCheck, Finding, IdChe
 from can_train_tasks.can.fusion.agent import FinishedFusion
 from can_train_tasks.can.inputs import new_id_gaps, new_id_notes, rare_id_notes, read_as_trained
 from can_train_tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
-from can_train_tasks.can.settings import CanDatasetSettings, ColumnSettings, FusionAgentSettings
+from can_train_tasks.can.settings import CanDatasetSettings, FusionAgentSettings
 
 USUAL_WINDOWS: Final = 64  # latest calm windows, the source of usual values in alarms; half a megabyte
 USUAL_EVERY: Final = 16  # every 16th calm window is kept, so that the kept windows span a minute and not a second
@@ -140,9 +140,9 @@ def make_live_detector(
         model = FinishedFusion(finished, nothing, {role: load_model(role) for role in (AUTOENCODER, CLASSIFIER)})
     else:
         model = FinishedNetwork(finished, nothing)
-    # The format of the training log says little about the format of the input.
-    dataset = replace(finished.run.dataset, format="auto", id_base="auto", byte_base="auto", columns=ColumnSettings(),
-                      channel=request.channel)  # fmt: skip
+    # The format of the training log says little about the format of the input; names of columns and the unit of times
+    # are those of the same recorder. Each bus is watched by itself, whichever the run was trained on.
+    dataset = replace(finished.run.dataset, format="auto", id_base="auto", byte_base="auto", channel=request.channel)
     dataset = read_as_trained(dataset, judgement)
     watch = Watch(hold=hold, threshold=threshold, calibrate_s=rule.calibrate_s, benign=benign, explain=request.explain,
                   database=Database.unpack(finished.run.dataset.dbc))  # fmt: skip

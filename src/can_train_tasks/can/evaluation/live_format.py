@@ -8,20 +8,27 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
 import polars as pl
 
+from can_train.errors import CanTrainError
+from can_train_tasks.can.data.clocks import TICKS_PER_SECOND
 from can_train_tasks.can.data.formats import header_grammars
 from can_train_tasks.can.data.grammar import Grammar, ParsedRows, parse_rows
 from can_train_tasks.can.data.line_formats import line_grammars, variants
-from can_train_tasks.can.settings import CanDatasetSettings
+from can_train_tasks.can.settings import CanDatasetSettings, ColumnSettings
 
 RECENT_LINES: Final = 200  # last lines that a new choice must also read, so that a few odd lines change no format
 JUDGED_LINES: Final = 1000  # most lines that a new choice is made on, some milliseconds of work
 # Lines between two vain attempts to choose anew: garbage on a line must not cost an attempt each time.
 PATIENT_LINES: Final = 1000
+
+# Median time between frames of one ID: a frame takes 50 µs on the fastest bus, and a slower bus does not exist.
+SHORTEST_PERIOD_S: Final = 50e-6
+LONGEST_PERIOD_S: Final = 5.0
 
 # `  can0  12A   [2]  00 F0`: candump's screen format without -t, whose lines have no time.
 _WITHOUT_TIME: Final = re.compile(r"[ \t]*[A-Za-z][!-~]*[ \t]+[0-9A-Fa-f]{3,8}[ \t]+(?:(?:TX|RX)[ \t-]+)?\[\d+\]")
@@ -38,6 +45,7 @@ class Choice(NamedTuple):
     rows: ParsedRows
     lines: pl.Series  # the lines; lines without times have times in front
     untimed: bool  # whether the lines have no times
+    settings: CanDatasetSettings  # without names of columns, where no header has them
 
     @property
     def read(self) -> int:
@@ -56,6 +64,14 @@ class Choice(NamedTuple):
             return True
         return self.grammar.name.startswith("candump") and bool(self.lines.str.contains(_CANDUMP_SECONDS).any())
 
+    def may_be_in(self, unit: str) -> bool:
+        """Returns whether IDs repeat as on a bus if the times are in this unit; so they do where no ID repeats."""
+        order = np.argsort(self.rows.can_id, kind="stable")
+        same = np.diff(self.rows.can_id[order].astype(np.int64)) == 0
+        periods = np.abs(np.diff(self.rows.timestamp[order])[same]) * self.grammar.ticks_per_second
+        period_s = np.median(periods) / TICKS_PER_SECOND[unit] if len(periods) else SHORTEST_PERIOD_S
+        return bool(SHORTEST_PERIOD_S <= period_s <= LONGEST_PERIOD_S)
+
 
 def choose(lines: Lines, settings: CanDatasetSettings) -> Choice | None:
     """Chooses the grammar that reads most of the lines; None where no grammar reads a line.
@@ -66,16 +82,26 @@ def choose(lines: Lines, settings: CanDatasetSettings) -> Choice | None:
     timed = sum(bool(line and line.lstrip().startswith("(")) for line in lines)
     untimed = sum(bool(line and _WITHOUT_TIME.match(line)) for line in lines) > timed
     series = pl.Series("line", with_times(lines, time.time(), time.time()) if untimed else lines, dtype=pl.String)
+    settings = with_columns_of(series, settings)
     best: Choice | None = None
     for grammar in variants([*header_grammars(series, settings), *line_grammars(series)], series):
         # Most formats match no line; a look at the lines takes a tenth of the time of parsing.
         left_out = filter(None, (grammar.error_frame, grammar.xl_frame))
         if not any(series.str.contains(pattern).any() for pattern in (grammar.pattern, *left_out)):
             continue
-        choice = Choice(grammar, parse_rows(series, grammar), series, untimed)
+        choice = Choice(grammar, parse_rows(series, grammar), series, untimed, settings)
         if best is None or (choice.read, _asks_little(grammar)) > (best.read, _asks_little(best.grammar)):
             best = choice
     return best if best is not None and best.read else None
+
+
+def with_columns_of(lines: pl.Series, settings: CanDatasetSettings) -> CanDatasetSettings:
+    """Leaves out the names of columns, if the header in the first lines of a log does not have them all."""
+    try:
+        header_grammars(lines, settings)
+    except CanTrainError:
+        return replace(settings, columns=ColumnSettings())
+    return settings
 
 
 def is_misread(lines: Lines, grammar: Grammar, settings: CanDatasetSettings) -> bool:

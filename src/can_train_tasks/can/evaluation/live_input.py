@@ -425,13 +425,16 @@ class TextInput(FrameInput):
         choice = choose(lines, self._settings)
         if choice is None:
             return None
-        texts = number_texts(choice.lines, self._settings) if choice.grammar.name == "columns" else None
+        texts = number_texts(choice.lines, choice.settings) if choice.grammar.name == "columns" else None
         bases = texts.notes() if texts else []
         needs_unit = not choice.tells_unit() and (self._before is None or self._before.name != choice.grammar.name)
-        is_open = (needs_unit and self._settings.time_unit == "auto") or bool(bases)
+        is_open = needs_unit or bool(bases)
         self._awaits_more = is_open and len(lines) < TELLING_LINES and not final
         if self._awaits_more:
             return None
+        if choice.grammar.header and choice.settings.columns != self._settings.columns:
+            self.notes.append("The header lacks columns of the run's dataset.columns, so they are recognised by "
+                              "their names")  # fmt: skip
         for note in bases:
             # A heading tells the base of IDs only.
             remedy = f"; {note.doubt}, a heading such as `id_{note.other_base}` tells it"
@@ -456,7 +459,11 @@ class TextInput(FrameInput):
             return grammar
         if before is not None and before.name == grammar.name:
             return replace(grammar, ticks_per_second=before.ticks_per_second, unit_known=True)
-        decided = with_unit(grammar, self._settings.time_unit, choice.rows, choice.lines)
+        wanted = self._settings.time_unit
+        if wanted != "auto" and not choice.may_be_in(wanted):
+            self.notes.append(f"The run's dataset.time_unit is not used: in {wanted}, IDs would repeat as on no bus")
+            wanted = "auto"
+        decided = with_unit(grammar, wanted, choice.rows, choice.lines)
         unit = next(name for name, ticks in TICKS_PER_SECOND.items() if ticks == decided.ticks_per_second)
         if decided.assumption != grammar.assumption:
             tells = "; one such as `time [ms]` tells it" if grammar.header else ""

@@ -16,6 +16,7 @@ from can_train.io.records import expanded
 from can_train_tasks.can.data.dataset import CanData, load_data, prepare, simulate_if_synthetic
 from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints
 from can_train_tasks.can.data.layout import find_evaluation_logs
+from can_train_tasks.can.evaluation.inherited import as_recorded
 from can_train_tasks.can.inputs import read_as_trained
 from can_train_tasks.can.settings import CanDatasetSettings
 
@@ -37,6 +38,9 @@ def windows_of(
     else:
         same = (trained.path, trained.name, trained.synthetic) == (dataset.path, dataset.name, dataset.synthetic)
     own_split = request.own or (same and splits_own)
+    chosen = ("channel",) if getattr(request.options, "channel", None) is not None else ()
+    if own_split and not request.own:
+        dataset, _ = as_recorded(trained, dataset, (), chosen)
     for name in (*_MODEL_SETTINGS, *(_SPLIT_SETTINGS if own_split else ())):
         before, now = getattr(trained, name), getattr(dataset, name)
         if before != now:
@@ -47,6 +51,9 @@ def windows_of(
         return load_data(dataset, request.data_root, request.cache, request.reporter), replace(request, own=True)
     dataset = read_as_trained(dataset, finished.result["judgement"])
     logs = find_evaluation_logs(simulate_if_synthetic(dataset, request.cache, request.reporter), request.data_root)
+    dataset, notes = as_recorded(trained, dataset, [log.path for log in logs], chosen)
+    for note in notes:
+        request.reporter.notice(note)
     data = prepare(dataset, logs, request.cache, request.reporter)
     return data, replace(request, dataset=dataset, own=False)
 
