@@ -19,8 +19,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from can_train.errors import DataError
-from can_train_tasks.can.data.clocks import LogClock
-from can_train_tasks.can.data.differences import CLOCK_JITTER_S, MOST_ROWS, are_differences, may_be_differences
+from can_train_tasks.can.data.clocks import CLOCK_JITTER_S, MOST_ROWS, LogClock, are_differences, may_be_differences
 from can_train_tasks.can.data.formats import NumberTexts, number_texts, recognise, shortened
 from can_train_tasks.can.data.grammar import MAX_TIME_S, ParsedRows, parse_rows
 from can_train_tasks.can.data.graphs import BENIGN, MAX_KINDS, Frames, Ints, counted, named_id, too_many_kinds

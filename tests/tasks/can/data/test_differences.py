@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from can_train.errors import DataError
-from can_train_tasks.can.data.differences import are_differences
+from can_train_tasks.can.data.clocks import are_differences
 from can_train_tasks.can.data.reading import LogReader
 from can_train_tasks.can.evaluation.live_input import BusFrames, open_input
 from can_train_tasks.can.settings import CanDatasetSettings

@@ -10,9 +10,9 @@ import pytest
 from can_train.reporter import SilentReporter
 from can_train.training.evaluate import EvaluationRequest, evaluate
 from can_train_tasks.can.data.graphs import Frames
-from can_train_tasks.can.evaluation.inherited import as_recorded
 from can_train_tasks.can.evaluation.live import DetectionRequest, LiveRun
 from can_train_tasks.can.evaluation.options import EvaluationOptions
+from can_train_tasks.can.evaluation.scored_windows import as_recorded
 from can_train_tasks.can.settings import CanDatasetSettings, ColumnSettings
 from fakes.candump import candump
 from fakes.random_bus import injected_frames
