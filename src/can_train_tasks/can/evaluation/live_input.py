@@ -368,22 +368,24 @@ class TextInput(FrameInput):
             self._grammar = self._recognise(self._unknown, final=final)
             if self._grammar is not None:
                 lines, self._unknown = self._unknown, []
-                yield from self._parsed(lines, self._grammar)
+                yield from self._parsed(lines, self._grammar, is_chosen=True)
 
-    def _parsed(self, lines: list[str | None], grammar: Grammar) -> Iterator[BusFrames | BusErrors]:
+    def _parsed(
+        self, lines: list[str | None], grammar: Grammar, *, is_chosen: bool = False
+    ) -> Iterator[BusFrames | BusErrors]:
+        """Yields the frames of lines; `is_chosen` if the grammar was just chosen by these lines."""
         now_s = time.time()
         timed = with_times(lines, self._arrived_s, now_s) if self._untimed else lines
         self._arrived_s = now_s
         series = pl.Series("line", timed, dtype=pl.String)
         rows = parse_rows(series, grammar)
-        if self._is_misread(lines, rows, grammar):
-            self._before, self._grammar, self._log_clock = grammar, None, None
+        if not is_chosen and self._is_misread(lines, rows, grammar):
+            self._before, self._grammar = grammar, None
             self._unknown = [*self._heading, *lines]
             yield from self._recognised()
             return
         self._recent = [*self._recent, *lines[-RECENT_LINES:]][-RECENT_LINES:]
-        self._log_clock = self._log_clock or LogClock(grammar)
-        rows = self._log_clock.of(rows, series)
+        rows = self._log_clock.of(rows, series) if self._log_clock else rows
         self.malformed.update(rows.malformed["reason"].to_list())
         if len(rows.timestamp):
             label = np.zeros(len(rows.timestamp), np.uint8)
@@ -426,11 +428,13 @@ class TextInput(FrameInput):
         """Finds the grammar that reads most of the first lines.
 
         Returns:
-            None where no grammar reads a line, or where more lines must tell the unit of times or the number bases.
+            The grammar before where no grammar reads a line; None without one, and where more lines must tell the unit
+            of times or the number bases.
         """
         choice = choose(lines, self._settings)
         if choice is None:
-            return None
+            self._vain_lines = 0
+            return self._before
         texts = number_texts(choice.lines, choice.settings) if choice.grammar.name == "columns" else None
         bases = texts.notes() if texts else []
         needs_unit = not choice.tells_unit() and (self._before is None or self._before.name != choice.grammar.name)
@@ -439,19 +443,24 @@ class TextInput(FrameInput):
         if self._awaits_more:
             return None
         if choice.grammar.header and choice.settings.columns != self._settings.columns:
-            self.notes.append("The header lacks columns of the run's dataset.columns, so they are recognised by "
+            self._note("The header lacks columns of the run's dataset.columns, so they are recognised by "
                               "their names")  # fmt: skip
         for note in bases:
             # A heading tells the base of IDs only.
             remedy = f"; {note.doubt}, a heading such as `id_{note.other_base}` tells it"
             fact = f"{note.fact[0].upper()}{note.fact[1:]}"
-            self.notes.append(fact + (remedy if note.setting == "id_base" else ""))
+            self._note(fact + (remedy if note.setting == "id_base" else ""))
         grammar = self._with_unit(choice)
         if choice.untimed and not self._untimed:
-            self.notes.append("The lines have no times, so those of their arrival are used, which are less exact; "
+            self._note("The lines have no times, so those of their arrival are used, which are less exact; "
                               "candump -ta or -L prints times")  # fmt: skip
-        if self._before is not None and self.channels.total():
-            self.notes.append("The lines no longer fit the format that the first ones told, and it was chosen anew")
+        is_another = self._before is not None and self._before.pattern != grammar.pattern
+        if self._before is not None and not is_another:
+            self._vain_lines = 0
+        if self._before is None or is_another:
+            self._log_clock = LogClock(grammar)
+        if is_another and self.channels.total():
+            self._note("The lines no longer fit the format that the first ones told, and it was chosen anew")
         self._untimed, self._heading, self._recent = choice.untimed, choice.heading(lines), []
         self._may_be_deltas = may_be_differences(grammar) and not choice.untimed
         if self._before is not None and self._before.name != grammar.name:
@@ -467,15 +476,19 @@ class TextInput(FrameInput):
             return replace(grammar, ticks_per_second=before.ticks_per_second, unit_known=True)
         wanted = self._settings.time_unit
         if wanted != "auto" and not choice.may_be_in(wanted):
-            self.notes.append(f"The run's dataset.time_unit is not used: in {wanted}, IDs would repeat as on no bus")
+            self._note(f"The run's dataset.time_unit is not used: in {wanted}, IDs would repeat as on no bus")
             wanted = "auto"
         decided = with_unit(grammar, wanted, choice.rows, choice.lines)
         unit = next(name for name, ticks in TICKS_PER_SECOND.items() if ticks == decided.ticks_per_second)
         if decided.assumption != grammar.assumption:
             tells = "; one such as `time [ms]` tells it" if grammar.header else ""
-            self.notes.append(f"No heading tells the unit of the times, which are taken for {unit} because of how "
+            self._note(f"No heading tells the unit of the times, which are taken for {unit} because of how "
                               f"often IDs repeat{tells}")  # fmt: skip
         return decided
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
     def _decided(self, *, final: bool = False) -> Iterator[BusFrames]:
         """Yields the waiting frames, once it is known whether their times are differences."""

@@ -201,6 +201,14 @@ def test_first_lines_of_another_format_are_given_up(tmp_path: Path) -> None:
     source.close()
 
 
+def test_a_stretch_of_another_format_among_many_lines_is_left_out() -> None:
+    lines = candump(FRAMES).encode().splitlines(keepends=True) * 10
+    odd = b"1483093132.049669  0380  000  2  30 bb\n" * 1500
+    source = TextInput(Pipe([b"".join(lines[:100]), 0.05, b"".join([*lines, odd, *lines])]).reading, SETTINGS)
+    assert len(frames_of(source)) >= 6_000
+    source.close()
+
+
 def test_a_few_odd_lines_change_no_format() -> None:
     lines = candump(FRAMES).encode().splitlines(keepends=True)
     odd = b"1483093132.049669  0380  000  2  30 bb\n"  # a frame, in another format
