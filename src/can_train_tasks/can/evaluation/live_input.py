@@ -12,6 +12,7 @@ import select
 import shlex
 import time
 from abc import ABC, abstractmethod
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -352,6 +353,8 @@ class TextInput(FrameInput):
                          )  # fmt: skip
 
     def _frames(self, text: bytes) -> Iterator[BusFrames | BusErrors]:
+        if self._grammar is None and not self._unknown:
+            text = text.removeprefix(BOM_UTF8)
         lines = [line or None for line in text.decode(errors="replace").split("\n")]
         if self._grammar is None:
             self._unknown += lines

@@ -165,6 +165,12 @@ def test_lines_may_arrive_in_pieces_and_the_last_one_may_lack_its_end() -> None:
     source.close()
 
 
+def test_a_mark_of_the_byte_order_hides_no_frame(tmp_path: Path) -> None:
+    found, source = read(b"\xef\xbb\xbf" + candump(FRAMES).encode(), tmp_path)
+    same(found)
+    assert source.malformed_text() == ""
+
+
 @pytest.mark.parametrize("style", ["-L", "-ta", ""])
 def test_an_error_frame_before_all_others_blinds_no_session(style: str) -> None:
     screen = "  can0  20000004   [8]  00 04 00 00 00 00 00 00   ERRORFRAME\n\tcontroller-problem{rx-error-warning}\n"
