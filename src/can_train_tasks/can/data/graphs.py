@@ -54,7 +54,7 @@ EDGE_FEATURES: Final = (
 
 # Part of the name of every folder. Raise it when the arrays or the meaning of a column change: older folders are then
 # not found.
-SCHEMA: Final = 8
+SCHEMA: Final = 9
 
 # Type and shape of one row of every array on disk.
 _ARRAYS: Final[dict[str, tuple[str, tuple[int, ...]]]] = {
