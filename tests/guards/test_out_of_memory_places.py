@@ -25,7 +25,7 @@ TRIALS = {
     "fit/explore.py _confirm_recorded": "the largest batch that is recorded to fit is tried",
     "fit/explore.py fit_by_probes.run_round": "a probe may be too large",
     "fit/explore.py seconds_per_sample": "a batch that is timed may be too large",
-    "fit/explore.py Explorer.batch_dependence": "whether samples depend on each other is tried with a few of them",
+    "fit/explore.py Explorer._dependence_of": "whether samples depend on each other is tried with a few of them",
     "fit/explore.py Explorer.check_outputs": "metrics and predictions of a few samples are tried",
     "fit/explore.py Explorer._compile_for": "the batches that a model is compiled for may be too large",
     "fit/explore.py Explorer._mid_run": "state and gradients of a run are allocated as a trial",
