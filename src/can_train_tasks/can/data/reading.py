@@ -179,7 +179,7 @@ class LogReader:
         self._has_labels = is_labelled or (grammar is not None and grammar.has("label"))
         self._all_labelled = self._has_labels and not (grammar and grammar.unlabelled_rows)
         self._sidecar = None if self._all_labelled else find_sidecar(path)
-        self._start_s: float | None = None  # time of the log's first frame
+        self._start_s: float | None = None  # time of the log's first frame, on any interface
         self.format = grammar.name if grammar else binary
         self.id_base = {16: "hex", 10: "dec"}[grammar.id_base] if grammar else ""
         self.byte_base = {"hex": "hex", "decimal": "dec"}.get(grammar.payload_code, "") if grammar else ""
@@ -245,6 +245,8 @@ class LogReader:
     def _chosen(self, blocks: Iterable[Block]) -> Iterator[Block]:
         """Counts the channels of rows, and leaves out the channels that the user did not choose."""
         for first_line, lines, rows in blocks:
+            if self._start_s is None and len(rows.timestamp):
+                self._start_s = float(rows.timestamp[0])
             if rows.channel is not None:
                 _count(self.report.channels, rows.channel)
             elif self._log.channel:
@@ -275,10 +277,8 @@ class LogReader:
             several = self._grammar is not None and self._grammar.several_labels
             label = self._encoder.codes(rows.label, rows.kind, several=several).copy()
         frames = Frames(rows.timestamp, rows.can_id, rows.length, rows.payload, label)
-        if self._start_s is None:
-            self._start_s = float(frames.timestamp[0])
         for injection in self._sidecar.injections if self._sidecar else ():
-            marked = injection.marks(frames, self._start_s)
+            marked = injection.marks(frames, self._start_s or 0.0)
             if marked.any():
                 label[marked] = self._encoder.code(injection.kind)
         return frames

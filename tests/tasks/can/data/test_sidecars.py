@@ -33,9 +33,9 @@ def write(path: Path, label: str = "") -> Path:
     return path
 
 
-def read(path: Path) -> tuple[LogReader, Frames, list[tuple[float, int]]]:
+def read(path: Path, channel: str = "") -> tuple[LogReader, Frames, list[tuple[float, int]]]:
     """Reads a log, and lists the attacks' frames by second and ID."""
-    reader = LogReader(path, CanDatasetSettings(), block_bytes=1000)
+    reader = LogReader(path, CanDatasetSettings(channel=channel), block_bytes=1000)
     frames = Frames.concatenate(list(reader.blocks()))
     marked = frames.label > 0
     times = (frames.timestamp[marked] - START_S).round(3)
@@ -51,6 +51,15 @@ def test_frames_of_the_injected_id_and_payload_are_attacks_inside_the_interval(s
     assert reader.labelled
     assert reader.kinds == ["benign", "max_speedometer"]
     assert "its labels come from attacks/capture_metadata.json" in reader.report.summary()[0]
+
+
+def test_an_interval_counts_from_the_first_frame_of_all_interfaces(tmp_path: Path) -> None:
+    path = write(tmp_path / "max_speedometer_attack_1.log")
+    lines = path.read_text().splitlines()
+    late = [line.replace("can0", "can1") for line in lines if float(line[1:18]) > START_S + 1]
+    path.write_text("\n".join(lines[:20] + late) + "\n")
+    (tmp_path / "capture_metadata.json").write_text(json.dumps({path.stem: SPEED}))
+    assert read(path, channel="can1")[2] == read(path)[2] == [(round(2 + i * 0.1, 3), 0xD0) for i in range(21)]
 
 
 def test_any_digit_and_any_id_may_be_left_open(tmp_path: Path) -> None:
