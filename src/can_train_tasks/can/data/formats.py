@@ -184,8 +184,11 @@ def _is_car_hacking(header: _Header) -> bool:
         return False
     roles = zip(plain, ("timestamp", "id", "dlc"), strict=False)
     is_named = all(name in _COLUMN_NAMES[role] for name, role in roles)
-    is_bytes = all(map(_BYTE_COLUMN.fullmatch, plain[3:_CAR_HACKING_COLUMNS]))
-    return (is_named and is_bytes) or plain == [str(i) for i in range(len(plain))]
+    matches = [_BYTE_COLUMN.fullmatch(name) for name in plain[3:_CAR_HACKING_COLUMNS]]
+    numbers = [int(match[1]) if match else -1 for match in matches]
+    # In another order, the columns are read by their numbers.
+    in_order = numbers[0] >= 0 and numbers == [*range(numbers[0], numbers[0] + len(numbers))]
+    return (is_named and in_order) or plain == [str(i) for i in range(len(plain))]
 
 
 def _columns_grammars(header: _Header, sample: pl.Series, settings: CanDatasetSettings) -> list[Grammar]:

@@ -1,5 +1,6 @@
 """Logs as people have them, each against a truth written by hand: what tools wrote, and what was saved again."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,17 @@ def test_a_car_hacking_log_that_pandas_saved_keeps_its_labels(
     reader, frames = read(text, tmp_path)
     assert frames == CAR_HACKING
     assert (reader.format, reader.labelled, reader.report.malformed) == ("car_hacking", True, 0)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("order", [range(7, -1, -1), (1, 0, 2, 3, 4, 5, 6, 7)])
+def test_byte_columns_in_another_order_are_read_by_their_numbers(
+    order: Iterable[int], first: int, tmp_path: Path
+) -> None:
+    cells = ["05", "21", "68", "09", "21", "21", "00", "6f"]
+    head = ",".join(f"B{byte + first}" for byte in order)
+    _, frames = read(f"time,ID,DLC,{head},Label\n1.5,31a,8,{','.join(cells[byte] for byte in order)},R\n", tmp_path)
+    assert frames == [(1.5, 0x31A, "052168092121006f", 0)]
 
 
 @pytest.mark.parametrize(
