@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -55,8 +56,8 @@ _REQUIRED_ROLES: Final = ("timestamp", "id", "data")
 # Names of columns, the most specific first: only letters and digits, in lower case.
 _COLUMN_NAMES: Final = {
     "timestamp": ("timestamp", "time", "ts", "epoch", "timestampepoch", "datetime", "date"),
-    "id": ("canid", "arbitrationid", "arbid", "canidentifier", "identifier", "messageid", "msgid", "id", "aid",
-           "address", "addr"),
+    "id": ("canid", "arbitrationid", "arbid", "canidentifier", "identifier", "messageid", "msgid", "address", "addr",
+           "id", "aid"),
     # The length in bytes goes before CAN FD's code for it, which CANedge loggers write too.
     "dlc": ("datalength", "datalen", "dlc", "length", "len", "messagelength"),
     "data": ("data", "datafield", "payload", "databytes", "datahex", "message"),
@@ -83,6 +84,7 @@ _WHY: Final = {_DEC: "because none has a letter or a leading zero",
 # This many different numbers of two digits or more without a letter are decimal: in hexadecimal numbers, three in eight
 # digits are letters.
 _MANY: Final = 20
+_NUMBERED_ROWS: Final = 100  # rows that tell a column of row numbers from a column of CAN IDs
 # Columns of a log from CANedge's converter: all numbers except lengths and times are hexadecimal.
 _CANEDGE_COLUMNS: Final = {"timestampepoch", "buschannel", "databytes"}
 # A label after the last column, where the header names no label column.
@@ -137,10 +139,21 @@ class _Header:
                             remedy="Name a different column for each: `--set dataset.columns.id=NAME`")  # fmt: skip
         free = ["" if column in taken else name for column, name in enumerate(names)]
         recognised = {role: _recognised_columns(free, role) for role in _COLUMN_NAMES if role not in named}
+        if len(of_ids := recognised.get("id", [])) > 1:
+            recognised["id"] = [self._without_row_numbers(of_ids, sample)[0]]
         self.roles = {role: columns for role, columns in (named | recognised).items() if columns}
         self.missing = [role for role in _REQUIRED_ROLES if role not in self.roles]
         taken = [column for columns in self.roles.values() for column in columns]
         self.unrecognised = {column: name for column, name in enumerate(names) if name and column not in taken}
+
+    def _without_row_numbers(self, columns: list[int], sample: pl.Series) -> list[int]:
+        """Leaves out columns of numbers that grow from row to row, as CAN IDs never do; all columns if none is left."""
+        lines = sample.drop_nulls().head(_NUMBERED_ROWS + 1).to_list()
+        with suppress(csv.Error):
+            rows = [row for row in csv.reader(lines, delimiter=self.delimiter) if len(row) == len(self.names)]
+            cells = {column: [row[column].strip() for row in rows[1:]] for column in columns}
+            return [column for column in columns if not _grows(cells[column])] or columns
+        return columns
 
     def name_of(self, role: str) -> str:
         """Returns the name of a role's column, the first of several."""
@@ -440,12 +453,17 @@ def _row_cells(header: _Header, id_content: str, data_content: tuple[str, str]) 
     return cells
 
 
+def _grows(cells: list[str]) -> bool:
+    numbers = [int(cell.removesuffix(".0")) for cell in cells if cell.removesuffix(".0").isdecimal()]
+    return len(numbers) == len(cells) > 1 and all(before < after for before, after in pairwise(numbers))
+
+
 def _recognised_columns(names: list[str], role: str) -> list[int]:
+    """Returns the columns of a role. Several columns may hold the ID: the first is the most likely one."""
     plain = [plain_name(name) for name in names]
-    for synonym in _COLUMN_NAMES[role]:
-        for name in (synonym, f"{synonym}hex", f"{synonym}dec"):
-            if name in plain:
-                return [plain.index(name)]
+    synonyms = [f"{synonym}{base}" for synonym in _COLUMN_NAMES[role] for base in ("", _HEX, _DEC)]
+    if named := [plain.index(name) for name in synonyms if name in plain]:
+        return named if role == "id" else named[:1]
     if role == "timestamp":
         units = [unit_of_name(name, _COLUMN_NAMES[role]) for name in names]
         return [column for column, unit in enumerate(units) if unit is not None][:1]

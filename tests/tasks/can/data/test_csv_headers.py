@@ -54,6 +54,19 @@ def test_named_columns_go_before_recognised_ones() -> None:
     assert first_frame(text, columns=columns) == (1.5, 0x12A, "ff", "bad")
 
 
+@pytest.mark.parametrize("name", ["address", "addr", "can_id"])
+@pytest.mark.parametrize("number", ["id", "msg_id", "identifier"])
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_column_of_row_numbers_is_no_can_id(name: str, number: str, step: int) -> None:
+    rows = [f"{row * step},{row}.5,{0x12A + row % 3:x},00" for row in range(20)]
+    assert first_frame("\n".join([f"{number},timestamp,{name},data", *rows])) == (0.5, 0x12A, "00", None)
+
+
+def test_ids_that_grow_are_ids_where_there_is_no_other_column() -> None:
+    rows = [f"{row}.5,{row},00" for row in range(20)]
+    assert first_frame("\n".join(["timestamp,id,data", *rows]))[:2] == (0.5, 0)
+
+
 def test_several_data_columns_can_be_named() -> None:
     text = "timestamp,id,first byte,y,x\n1.5,0x1,7,0xff,a"
     assert first_frame(text, columns=ColumnSettings(data="x y")) == (1.5, 1, "0aff", None)
