@@ -46,7 +46,6 @@ class Recorded:
     channel: NDArray[Any]  # [M] numbers or names
     wrong: NDArray[Any]  # [M] indices of `WRONG`
     error_frames: int = 0  # error frames that are left out
-    label: NDArray[Any] | None = None  # [M] 0 or 1; None where the format has no labels
     xl_frames: int = 0  # CAN XL frames that are left out
 
     def select(self, chosen: NDArray[Any]) -> Recorded:

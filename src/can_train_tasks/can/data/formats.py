@@ -165,6 +165,19 @@ class _Header:
         return f"^{self.delimiter.join(cells)}{end}[ \\r]*$"
 
 
+def column_roles(sample: pl.Series, columns: ColumnSettings) -> dict[str, list[str]]:
+    """Returns the names of a CSV log's columns by their roles; raises as `header_grammars` does.
+
+    Args:
+        sample: The log's first lines, null where empty.
+        columns: The columns that the user named.
+    """
+    header = _Header(sample, columns)
+    if header.missing:
+        raise _no_column(header)
+    return {role: [header.names[column] for column in of_role] for role, of_role in header.roles.items()}
+
+
 def header_grammars(sample: pl.Series, settings: CanDatasetSettings) -> list[Grammar]:
     """Makes the grammars that a log's first line allows, if it is a CSV header; a published format comes first.
 
@@ -184,9 +197,13 @@ def header_grammars(sample: pl.Series, settings: CanDatasetSettings) -> list[Gra
     if not header.missing:
         return [*published, *_columns_grammars(header, sample, settings)]
     if asked or settings.format == "columns":
-        raise DataError(f"The CSV file has no {header.missing[0]} column", value=f"among {', '.join(header.names)}",
-                        remedy=f"Name it with `--set dataset.columns.{header.missing[0]}=NAME`")  # fmt: skip
+        raise _no_column(header)
     return published
+
+
+def _no_column(header: _Header) -> DataError:
+    return DataError(f"The log has no {header.missing[0]} column", value=f"among {', '.join(header.names)}",
+                     remedy=f"Name it with `--set dataset.columns.{header.missing[0]}=NAME`")  # fmt: skip
 
 
 def _is_car_hacking(header: _Header) -> bool:

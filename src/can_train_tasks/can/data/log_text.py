@@ -188,7 +188,7 @@ class LogText:
         self._path = path
         self._block_bytes = block_bytes
         with self._open() as (stream, _, _):
-            self._state = _file_state(path)
+            self._state = file_state(path)
             start = stream.read(RECOGNISED_BYTES)
         if not start.removeprefix(_BYTE_ORDER_MARK).strip():
             raise DataError("The log is empty", value=str(path), remedy="Give another log")
@@ -202,7 +202,7 @@ class LogText:
         whole_lines = start.rfind(b"\n") + 1 if len(start) == RECOGNISED_BYTES else len(start)
         if not whole_lines:
             raise _endless_line(path)
-        self.first_lines = _split_lines(start[:whole_lines])
+        self.first_lines = split_lines(start[:whole_lines])
         self.line_bytes = whole_lines / max(len(self.first_lines), 1)
 
     def blocks(self) -> Iterator[tuple[int, pl.Series]]:
@@ -221,11 +221,11 @@ class LogText:
                     raise _endless_line(self._path)
                 for text in _pieces(whole) if end else ():
                     if not text.isspace():
-                        yield next_line, _split_lines(text)
+                        yield next_line, split_lines(text)
                     next_line += text.count(b"\n")
             if rest.strip():
-                yield next_line, _split_lines(rest)
-            if _file_state(self._path) != self._state:
+                yield next_line, split_lines(rest)
+            if file_state(self._path) != self._state:
                 raise changed_log(self._path)
 
     def sample(self, num_parts: int, part_bytes: int, reach_bytes: int) -> TextSample:
@@ -263,7 +263,7 @@ class LogText:
             text_bytes = stream.tell()
             if not plain and not ended:
                 text_bytes = text_bytes * size // max(raw.tell(), 1)
-        parts = [_split_lines(text) for text in texts if text]
+        parts = [split_lines(text) for text in texts if text]
         return TextSample(parts, sum(map(len, texts)), size if plain else text_bytes)
 
     @contextmanager
@@ -322,7 +322,8 @@ def changed_log(path: Path) -> DataError:
                      remedy="Wait until the recording has ended, or read a copy")  # fmt: skip
 
 
-def _file_state(path: Path) -> tuple[int, int, int]:
+def file_state(path: Path) -> tuple[int, int, int]:
+    """Returns what changes when a file is written: size, modification time, inode."""
     # The inode reveals a new file of equal size and modification time.
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ino
@@ -343,7 +344,7 @@ def _pieces(text: bytes) -> Iterator[bytes]:
     yield from _pieces(text[middle:])
 
 
-def _split_lines(text: bytes) -> pl.Series:
+def split_lines(text: bytes) -> pl.Series:
     """Splits whole lines, without their line ends and a byte order mark before them; an empty line is null."""
     if not text.isascii() or _NO_SEPARATOR.encode() in text:
         text = text.decode(errors="replace").replace(_NO_SEPARATOR, "\N{REPLACEMENT CHARACTER}").encode()

@@ -9,7 +9,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from can_train.errors import DataError
 from can_train_tasks.can.data.clocks import CLOCK_JITTER_S, MOST_ROWS, LogClock, are_differences, may_be_differences
-from can_train_tasks.can.data.formats import NumberTexts, number_texts, recognise, shortened
+from can_train_tasks.can.data.formats import NumberTexts, column_roles, number_texts, recognise, shortened
 from can_train_tasks.can.data.grammar import MAX_TIME_S, ParsedRows, parse_rows
 from can_train_tasks.can.data.graphs import BENIGN, MAX_KINDS, Frames, Ints, counted, named_id, too_many_kinds
 from can_train_tasks.can.data.log_text import BLOCK_BYTES, LogText, TextSample
-from can_train_tasks.can.data.recordings import Recording, recording_format
+from can_train_tasks.can.data.recordings import Recording, TableText, recording_format
 from can_train_tasks.can.data.sidecars import find_sidecar
 from can_train_tasks.can.settings import RECORDINGS, CanDatasetSettings
 
@@ -51,12 +51,34 @@ class LogSample(NamedTuple):
     expected_frames: int  # estimate of the frames in the whole log
 
 
+def _open_text(
+    path: Path, settings: CanDatasetSettings, block_bytes: int = BLOCK_BYTES
+) -> tuple[LogText | TableText, dict[str, str]]:
+    """Opens a log of text, or a table as text; and returns the settings that the types of the table's columns decide.
+
+    Raises as `LogText`, `TableText` and `column_roles` do.
+    """
+    if recording_format(path) != "parquet":
+        return LogText(path, block_bytes), {}
+    table = TableText(path)
+    try:
+        return table, table.typed(column_roles(table.first_lines, settings.columns)) | {"format": "columns"}
+    except DataError as error:
+        raise DataError(error.rule, value=f"{path}: {error.value}",
+                        remedy=f"{error.remedy}; of X-CANIDS, give the folder raw") from error  # fmt: skip
+
+
 class _TextLog:
-    """A log of text, parsed in parts of `block_bytes`."""
+    """A log of text, parsed in parts of `block_bytes`.
+
+    Attributes:
+        typed: Settings that the types of a table's columns decide, such as the base of IDs that are numbers.
+    """
 
     def __init__(self, path: Path, settings: CanDatasetSettings, block_bytes: int) -> None:
         self._path = path
-        self._text = LogText(path, block_bytes)
+        self._text, self.typed = _open_text(path, settings, block_bytes)
+        settings = replace(settings, **self.typed)  # type: ignore[arg-type]
         self.grammar, self._narrow, self.channel = recognise(self._text.first_lines, settings, path)
         if settings.channel:
             self._narrow = None
@@ -108,18 +130,21 @@ def decide_bases(
     texts: dict[Path, NumberTexts] = {}
     for path in paths:
         with suppress(DataError):  # the reader of the log raises the error
-            written = None if recording_format(path) else number_texts(LogText(path).first_lines, settings)
-            texts |= {} if written is None else {path: written}
+            if recording_format(path) in ("", "parquet"):
+                text, typed = _open_text(path, settings)
+                written = number_texts(text.first_lines, replace(settings, **typed))  # type: ignore[arg-type]
+                texts |= {} if written is None else {path: written}
     for group in _sources(texts):
         for path in group if whole else ():
             # A log is read until its numbers, together with the other logs' numbers, tell both bases.
             of_group = reduce(NumberTexts.joined, (texts[log] for log in group))
-            for _, lines in LogText(path).blocks():
+            for _, lines in _open_text(path, settings)[0].blocks():
                 if (joined := of_group.joined(texts[path])).id_base() and joined.byte_base():
                     break
                 texts[path] = texts[path].read(lines)
         joined = reduce(NumberTexts.joined, (texts[path] for path in group))
-        decided |= dict.fromkeys(group, joined.decided())
+        bases = joined.decided()
+        decided |= dict.fromkeys(group, replace(settings, id_base=bases.id_base, byte_base=bases.byte_base))
         more = f" and {counted(len(group) - 1, 'more log')}" if len(group) > 1 else ""
         notes += [f"{group[0].name}{more}: {note}" for note in joined.notes()]
     return decided, notes
@@ -135,7 +160,8 @@ def _sources(texts: Mapping[Path, NumberTexts]) -> list[list[Path]]:
     is_mixed = len({written.certain_id_base() for written in untold} - {""}) > 1
     groups: dict[str, list[Path]] = defaultdict(list)
     for path, written in texts.items():
-        groups[written.header if is_mixed or written.header_base else ""].append(path)
+        bases = f"{written.settings.id_base} {written.settings.byte_base}"  # numbers of a table have their own
+        groups[f"{bases} {written.header if is_mixed or written.header_base else ''}"].append(path)
     return [*groups.values()]
 
 
@@ -147,8 +173,8 @@ class LogReader:
 
     Attributes:
         format: A name of `settings.FORMATS` or `settings.RECORDINGS`.
-        id_base: Base of the log's CAN IDs, `hex` or `dec`; empty for a binary log.
-        byte_base: Base of the log's payload bytes, `hex` or `dec`; empty for a binary log and for other notations.
+        id_base: Base of the log's CAN IDs, `hex` or `dec`; empty where they are numbers and no texts.
+        byte_base: Base of the log's payload bytes, `hex` or `dec`; empty where they are no such texts.
         kinds: Kinds by label code, "benign" first; grows while the log is read.
 
     Raises:
@@ -167,7 +193,8 @@ class LogReader:
         if settings.format not in ("auto", binary) and (binary or settings.format in RECORDINGS):
             raise DataError(f"The log is {binary or 'text'}, and {settings.format} was asked for", value=str(path),
                             remedy="Leave out dataset.format: the format is recognised")  # fmt: skip
-        self._log = Recording(path, binary) if binary else _TextLog(path, settings, block_bytes)
+        is_text = binary in ("", "parquet")
+        self._log = _TextLog(path, settings, block_bytes) if is_text else Recording(path, binary)
         self._grammar = grammar = self._log.grammar
         self._channel = settings.channel
         if settings.channel and grammar is not None and not grammar.has("channel"):
@@ -175,14 +202,16 @@ class LogReader:
                             remedy="Leave out dataset.channel")  # fmt: skip
         self._encoder = LabelEncoder(settings.benign_values, kind)
         self._max_malformed = settings.max_malformed
-        is_labelled = isinstance(self._log, Recording) and self._log.labelled
-        self._has_labels = is_labelled or (grammar is not None and grammar.has("label"))
+        self._has_labels = grammar is not None and grammar.has("label")
         self._all_labelled = self._has_labels and not (grammar and grammar.unlabelled_rows)
         self._sidecar = None if self._all_labelled else find_sidecar(path)
         self._start_s: float | None = None  # time of the log's first frame, on any interface
-        self.format = grammar.name if grammar else binary
-        self.id_base = {16: "hex", 10: "dec"}[grammar.id_base] if grammar else ""
-        self.byte_base = {"hex": "hex", "decimal": "dec"}.get(grammar.payload_code, "") if grammar else ""
+        self.format = binary or (grammar.name if grammar else "")
+        typed = self._log.typed if isinstance(self._log, _TextLog) else {}
+        written = grammar if "id_base" not in typed else None
+        self.id_base = {16: "hex", 10: "dec"}[written.id_base] if written else ""
+        written = grammar if "byte_base" not in typed else None
+        self.byte_base = {"hex": "hex", "decimal": "dec"}.get(written.payload_code, "") if written else ""
         self.report = self._new_report()
         self.kinds = self._encoder.names
         self.line_bytes = self._log.line_bytes

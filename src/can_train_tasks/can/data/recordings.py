@@ -1,5 +1,5 @@
-"""Reads binary logs: BLF (with python-can), MF4 (with asammdf), captures (pcap), python-can's SQLite databases, and
-tables of frames in parquet, as X-CANIDS has them.
+"""Reads binary logs: BLF (with python-can), MF4 (with asammdf), captures (pcap), python-can's SQLite databases.
+Tables in parquet, as X-CANIDS has them, are written as text.
 
 Shapes: M frames.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,14 @@ from can_train_tasks.can.data.captures import (
     read_capture,
 )
 from can_train_tasks.can.data.grammar import FD_LENGTHS, LATE_TIMESTAMP, MAX_CAN_ID, MAX_TIME_S, Grammar, ParsedRows
-from can_train_tasks.can.data.log_text import TextSample, missing_package, unpacked
+from can_train_tasks.can.data.log_text import (
+    TextSample,
+    changed_log,
+    file_state,
+    missing_package,
+    split_lines,
+    unpacked,
+)
 from can_train_tasks.can.data.payload_fields import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 
 BLOCK_FRAMES: Final = 2**17
@@ -65,8 +72,10 @@ _SQLITE_COLUMNS: Final = {
     "dlc": ("'integer'", pl.Int64),
     "data": ("'blob'", pl.Binary),
 }
-_PARQUET_COLUMNS: Final = ("timestamp", "arbitration_id", "dlc", "data")  # `label` may follow
-_PARQUET_BLOCKS: Final = 8  # blocks that are read at a time: each reading decodes its group of rows anew
+_TABLE: Final = "parquet"
+_TABLE_ROWS: Final = 2**17  # rows of a table that are written as text at once, about 10 MiB
+_TOLD_ROWS: Final = 2**13  # first rows of a table, which tell its columns, bases and unit
+_WHOLE_NUMBERS: Final = r"\.0$"  # pandas turns whole numbers into fractions in a column that lacks any
 
 
 class FrameNames(Sequence[str]):
@@ -92,6 +101,106 @@ def recording_format(path: Path) -> str:
     return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), "")
 
 
+def _refuse_packed(path: Path, log_format: str) -> None:
+    with path.open("rb") as file:
+        is_packed = not file.read(max(map(len, _MAGIC))).startswith(tuple(_MAGIC))
+    if is_packed:
+        raise DataError(f"The log is a {log_format.upper()} file that was compressed, which only logs of text and "
+                        "captures may be", value=str(path), remedy="Unpack it, and give the unpacked log"
+                        )  # fmt: skip
+
+
+class TableText:
+    """The rows of a parquet file, written as the text of a CSV log: names, bases, units and labels are read as there.
+
+    Its attributes and methods are those of `LogText`, and:
+
+    Attributes:
+        typed: Settings that the types of the columns decide, such as the base of IDs that are numbers and no texts.
+
+    Raises:
+        DataError: The file is no whole parquet file, or it has no rows.
+    """
+
+    def __init__(self, path: Path) -> None:
+        _refuse_packed(path, _TABLE)
+        self._path, self._state = path, file_state(path)
+        with self._whole():
+            self._table = pl.scan_parquet(path)
+            self._schema = self._table.collect_schema()
+            self._rows = self._table.select(pl.len()).collect().item()
+        if not self._rows:
+            raise DataError("The log is empty", value=str(path), remedy="Give another log")
+        self.first_lines = self._lines(0, _TOLD_ROWS, header=True)
+        self.line_bytes = float(self.first_lines.str.len_bytes().mean() or 0) + 1  # type: ignore[arg-type]
+
+    def typed(self, roles: Mapping[str, Sequence[str]]) -> dict[str, str]:
+        """Returns the settings that the types of the columns of the roles decide."""
+        by_name = {name.strip(): kind for name, kind in self._schema.items()}
+        kinds = {role: by_name[names[0]] for role, names in roles.items()}
+        decided = {}
+        if kinds["timestamp"].is_temporal():
+            decided["time_unit"] = "s"
+        if kinds["id"].is_numeric():
+            decided["id_base"] = "dec"
+        if kinds["data"].is_numeric() or kinds["data"].is_nested():
+            decided["byte_base"] = "dec"
+        elif kinds["data"] == pl.Binary:
+            decided["byte_base"] = "hex"
+        return decided
+
+    def blocks(self) -> Iterator[tuple[int, pl.Series]]:
+        """Yields the number of a block's first row, counted from 1, and its rows."""
+        for begin in range(0, self._rows, _TABLE_ROWS):
+            yield begin + 1, self._lines(begin, _TABLE_ROWS)
+        if file_state(self._path) != self._state:
+            raise changed_log(self._path)
+
+    def sample(self, num_parts: int, part_bytes: int, reach_bytes: int) -> TextSample:
+        """Reads parts that are evenly spread over the rows; see `LogText.sample`."""
+        size = max(1, int(part_bytes / self.line_bytes))
+        if self._rows <= num_parts * size:
+            num_parts, size = 1, self._rows
+        step = max((self._rows - size) // max(num_parts - 1, 1), size)
+        parts = [self._lines(begin, size) for begin in range(0, min(num_parts * step, self._rows), step)]
+        read = sum(map(len, parts))
+        return TextSample(parts, int(read * self.line_bytes), int(self._rows * self.line_bytes))
+
+    def _lines(self, begin: int, size: int, *, header: bool = False) -> pl.Series:
+        with self._whole():
+            rows = self._table.slice(begin, size).collect()
+        written = rows.select(_as_text(pl.col(name), kind).alias(name) for name, kind in self._schema.items())
+        return split_lines(written.write_csv(include_header=header).encode())
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        try:
+            yield
+        except (pl.exceptions.PolarsError, OSError) as error:
+            raise DataError("The log is no whole parquet file", value=f"{self._path}: {error}",
+                            remedy="Copy or download it again") from error  # fmt: skip
+
+
+def _as_text(column: pl.Expr, kind: pl.DataType) -> pl.Expr:
+    """Writes a column of a table as a CSV log has it: times in seconds, and bytes in hexadecimal digits."""
+    if kind == pl.Duration:
+        return column.dt.total_nanoseconds() / 1e9
+    if kind == pl.Datetime:
+        return column.dt.timestamp("us") / 1e6
+    if kind == pl.Time:
+        return column.cast(pl.Int64) / 1e9
+    if kind == pl.Binary:
+        return column.bin.encode("hex")
+    if isinstance(kind, pl.List | pl.Array):
+        numbers = column.cast(pl.List(pl.String), strict=False) if kind.is_nested() else column
+        return numbers.list.join(" ", ignore_nulls=False)
+    if kind.is_nested() or kind == pl.Object:
+        return pl.lit("")
+    if kind.is_float():
+        return column.cast(pl.String).str.replace(_WHOLE_NUMBERS, "")
+    return column.cast(pl.String).str.replace_all(r"[\r\n]", " ")
+
+
 class Recording:
     """A binary log, read in blocks of up to `BLOCK_FRAMES` frames.
 
@@ -106,15 +215,8 @@ class Recording:
     def __init__(self, path: Path, log_format: str) -> None:
         self.path = path
         self.format = log_format
-        self.labelled = False  # whether each frame has a label
-        with path.open("rb") as file:
-            is_packed = not file.read(max(map(len, _MAGIC))).startswith(tuple(_MAGIC))
-        if is_packed and log_format != "pcap":
-            raise DataError(f"The log is a {log_format.upper()} file that was compressed, which only logs of text and "
-                            "captures may be", value=str(path), remedy="Unpack it, and give the unpacked log"
-                            )  # fmt: skip
-        if log_format == "parquet":
-            self._check_parquet()
+        if log_format != "pcap":
+            _refuse_packed(path, log_format)
         if log_format not in _PACKAGES:
             return
         try:
@@ -125,8 +227,7 @@ class Recording:
     def blocks(self) -> Iterator[tuple[int, FrameNames, ParsedRows]]:
         """Yields, for each block, the number of its first frame, counted from 1, stand-ins for its lines, its rows."""
         readers: dict[str, Callable[[], Iterator[Recorded]]] = {
-            "blf": self._blf, "mf4": self._mf4, "parquet": self._parquet,
-            "pcap": partial(read_capture, self.path), "sqlite": self._sqlite,
+            "blf": self._blf, "mf4": self._mf4, "pcap": partial(read_capture, self.path), "sqlite": self._sqlite,
         }  # fmt: skip
         first = 1
         try:
@@ -221,28 +322,6 @@ class Recording:
             part = whole.select(order[begin : begin + BLOCK_FRAMES])
             yield part if begin else replace(part, error_frames=error_frames)
 
-    def _check_parquet(self) -> None:
-        """Takes labels and the bytes of a frame from the table's columns and length."""
-        try:
-            table = pl.scan_parquet(self.path)
-            names, frames = table.collect_schema().names(), table.select(pl.len()).collect().item()
-        except (pl.exceptions.PolarsError, OSError) as error:
-            raise DataError("The log is no whole parquet file", value=f"{self.path}: {error}",
-                            remedy="Copy or download it again") from error  # fmt: skip
-        if missing := [name for name in _PARQUET_COLUMNS if name not in names]:
-            raise DataError("The parquet file has no frames", value=f"{self.path} has no column {missing[0]}",
-                            remedy=f"Give one with {', '.join(_PARQUET_COLUMNS)} (X-CANIDS: the folder raw)"
-                            )  # fmt: skip
-        self.labelled = "label" in names
-        self.line_bytes = self.path.stat().st_size / max(frames, 1)
-
-    def _parquet(self) -> Iterator[Recorded]:
-        table, begin = pl.scan_parquet(self.path), 0
-        columns = [*_PARQUET_COLUMNS, *(["label"] if self.labelled else [])]
-        while len(rows := table.select(columns).slice(begin, _PARQUET_BLOCKS * BLOCK_FRAMES).collect()):
-            begin += len(rows)
-            yield from map(_parquet_frames, rows.iter_slices(BLOCK_FRAMES))
-
     def _sqlite(self) -> Iterator[Recorded]:
         # Opened read-only, so that a database in a read-only folder can be read.
         with closing(sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)) as database:
@@ -319,34 +398,6 @@ def _sqlite_frames(rows: list[tuple[Any, ...]]) -> Recorded:
     )
 
 
-def _parquet_frames(table: pl.DataFrame) -> Recorded:
-    time = pl.col("timestamp")
-    if table.schema["timestamp"] == pl.Duration:
-        time = time.dt.total_nanoseconds() / 1e9
-    elif table.schema["timestamp"] == pl.Datetime:
-        time = time.dt.timestamp("us") / 1e6
-    can_id, size = pl.col("arbitration_id").cast(pl.Int64, strict=False), pl.col("data").bin.size()
-    required = pl.any_horizontal(pl.col("timestamp", "arbitration_id", "data").is_null())
-    frames = table.select(
-        time.cast(pl.Float64).fill_null(0.0),
-        can_id.fill_null(0).clip(0),
-        pl.col("data").fill_null(b"").bin.head(FD_PAYLOAD_BYTES + 1),
-        wrong=pl.when(required).then(MISSING)
-        .when(~can_id.is_between(0, MAX_CAN_ID)).then(LARGE_ID)
-        .when(pl.col("dlc") != size).then(OTHER_LENGTH)
-        .otherwise(GOOD),
-    )  # fmt: skip
-    return Recorded(
-        timestamp=frames["timestamp"].to_numpy(),
-        can_id=frames["arbitration_id"].to_numpy(),
-        length=frames["data"].bin.size().to_numpy().astype(np.int64),
-        payload=_padded(frames["data"]),
-        channel=np.zeros(len(frames), np.int64),
-        wrong=frames["wrong"].to_numpy(),
-        label=table["label"].fill_null(0).cast(pl.Int64).to_numpy() if "label" in table.columns else None,
-    )
-
-
 def _rows(recorded: Recorded) -> ParsedRows:
     length = recorded.length.astype(np.int64)
     wrong = np.where((recorded.wrong == GOOD) & ~np.isin(length, FD_LENGTHS), NO_LENGTH, recorded.wrong)
@@ -371,7 +422,7 @@ def _rows(recorded: Recorded) -> ParsedRows:
         can_id=recorded.can_id[is_good].astype(np.uint32),
         length=length[is_good].astype(np.uint8),
         payload=np.ascontiguousarray(payload[is_good]),
-        label=None if recorded.label is None else pl.Series(recorded.label[is_good]).cast(pl.String),
+        label=None,
         kind=None,
         channel=pl.Series(recorded.channel[is_good].astype(str).tolist(), dtype=pl.String),
         malformed=malformed,

@@ -13,7 +13,7 @@ import pytest
 from can_train.errors import ConfigError, DataError
 from can_train_tasks.can.data import recordings
 from can_train_tasks.can.data.graphs import Frames
-from can_train_tasks.can.data.reading import LogReader
+from can_train_tasks.can.data.reading import LogReader, decide_bases
 from can_train_tasks.can.settings import CanDatasetSettings
 from fakes.tasks_can_writers import (
     WRITERS,
@@ -214,7 +214,7 @@ def frames_table(size: int) -> pl.DataFrame:
 
 
 def test_frames_in_parquet_are_read_with_their_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recordings, "BLOCK_FRAMES", 7)
+    monkeypatch.setattr(recordings, "_TABLE_ROWS", 7)
     table = frames_table(100)
     table.write_parquet(tmp_path / "dump6-fabr-110h.parquet")
     reader, frames = read(tmp_path / "dump6-fabr-110h.parquet")
@@ -226,9 +226,103 @@ def test_frames_in_parquet_are_read_with_their_labels(tmp_path: Path, monkeypatc
     assert payloads == table["data"].to_list()
 
 
+IDS = [0x110, 0x316, 0x545]
+
+
+@pytest.mark.parametrize(
+    ("ids", "wanted"),
+    [
+        ([f"0x{can_id:X}" for can_id in IDS], {}),
+        ([f"{can_id:04x}" for can_id in IDS], {}),
+        ([f"{can_id:X}" for can_id in IDS], {"id_base": "hex"}),
+        ([str(can_id) for can_id in IDS], {"id_base": "dec"}),
+        ([*map(float, IDS)], {"id_base": "hex"}),  # a base of texts
+        (IDS, {"id_base": "auto_hex"}),
+    ],
+)
+def test_ids_of_a_table_are_read_as_those_of_csv(ids: list[object], wanted: dict[str, str], tmp_path: Path) -> None:
+    table = frames_table(99).with_columns(arbitration_id=pl.Series(ids * 33))
+    table.write_parquet(tmp_path / "log.parquet")
+    reader, frames = read(tmp_path / "log.parquet", **wanted)
+    assert frames.can_id.tolist() == IDS * 33
+    assert (reader.report.malformed, reader.report.summary()) == (0, [])
+
+
+@pytest.mark.parametrize("names", [("time", "can_id", "payload", "attack"), ("ts", "ID", "Data Field", "Class")])
+def test_columns_of_a_table_are_known_by_the_names_of_csv(names: tuple[str, ...], tmp_path: Path) -> None:
+    words = pl.Series(["DoS" if i % 10 == 0 else "Normal" for i in range(60)])
+    table = frames_table(60).with_columns(label=words, data=pl.col("data").bin.encode("hex"))
+    old = ("timestamp", "arbitration_id", "data", "label")
+    table.rename(dict(zip(old, names, strict=True))).write_parquet(tmp_path / "log.parquet")
+    reader, frames = read(tmp_path / "log.parquet")
+    assert (reader.kinds, frames.label.tolist()) == (["benign", "dos"], [int(i % 10 == 0) for i in range(60)])
+    assert frames.can_id[:3].tolist() == [0x110, 0x111, 0x112]
+    assert frames.length.tolist() == [i % 9 for i in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [([[16, 5, 255]], "data"), (["10 05 ff"], "data"), (["16 5 255"], "data"), ([b"\x10\5\xff"], "data")],
+)
+def test_payloads_of_a_table_may_be_bytes_numbers_or_texts(data: list[object], name: str, tmp_path: Path) -> None:
+    table = frames_table(9).drop("dlc", "data").with_columns(pl.Series(name, data * 9))
+    table.write_parquet(tmp_path / "log.parquet")
+    assert read(tmp_path / "log.parquet")[1].payload[:, :3].tolist() == [[16, 5, 255]] * 9
+
+
+def test_byte_columns_of_a_table_are_numbers(tmp_path: Path) -> None:
+    table = frames_table(9).drop("dlc", "data").with_columns(d0=pl.lit(16), d1=pl.lit(5.0), d2=pl.lit(None, pl.Float64))
+    table.write_parquet(tmp_path / "log.parquet")
+    frames = read(tmp_path / "log.parquet")[1]
+    assert (frames.payload[0, :2].tolist(), frames.length[0]) == ([16, 5], 2)
+
+
+@pytest.mark.parametrize("start_s", [0.0, 1.7e9])
+@pytest.mark.parametrize(("unit", "ticks"), [("s", 1), ("ms", 1e3), ("us", 1e6)])
+@pytest.mark.parametrize("is_set", [True, False])
+def test_times_of_a_table_have_the_unit_that_is_set_or_seen(
+    unit: str, ticks: float, start_s: float, is_set: bool, tmp_path: Path
+) -> None:
+    times = start_s + np.arange(200) / 100
+    table = frames_table(200).with_columns(timestamp=pl.Series((times * ticks).round(4)))
+    table.write_parquet(tmp_path / "log.parquet")
+    reader, frames = read(tmp_path / "log.parquet", time_unit=unit if is_set else "auto")
+    np.testing.assert_allclose(frames.timestamp, times, rtol=0, atol=2e-4)
+    assert ("times were read" in "".join(reader.report.summary())) == (not is_set and unit != "s")
+
+
+def test_dates_of_a_table_have_no_unit_to_set(tmp_path: Path) -> None:
+    times = pl.Series([1_700_000_000_000_001 + i * 1000 for i in range(60)]).cast(pl.Datetime("us", "UTC"))
+    table = frames_table(60).with_columns(timestamp=times.dt.convert_time_zone("Europe/Berlin"))
+    table.write_parquet(tmp_path / "log.parquet")
+    frames = read(tmp_path / "log.parquet", time_unit="ms")[1]
+    assert (frames.timestamp * 1e6).round().astype(int).tolist() == times.cast(pl.Int64).to_list()
+
+
+def test_logs_of_text_do_not_take_the_bases_of_a_table(tmp_path: Path) -> None:
+    frames_table(60).write_parquet(tmp_path / "a.parquet")
+    paths = [tmp_path / "a.parquet", tmp_path / "b.csv", tmp_path / "c.csv"]
+    paths[1].write_text("timestamp,id,data\n1.5,316,00\n")
+    paths[2].write_text("timestamp,id,data\n1.5,31A,00\n")
+    decided, notes = decide_bases(paths, CanDatasetSettings())
+    assert ([decided[path].id_base for path in paths], notes) == (["dec", "hex", "hex"], [])
+    assert read(paths[0])[0].id_base == ""
+
+
+def test_parts_of_a_table_are_spread_over_it(tmp_path: Path) -> None:
+    frames_table(10_000).write_parquet(tmp_path / "log.parquet")
+    sample = LogReader(tmp_path / "log.parquet", CanDatasetSettings()).sample(4, 1000, 10**6)
+    starts = [part.timestamp[0] for part in sample.frames]
+    assert (len(starts), starts[0], sample.text.complete) == (4, 0.0, False)
+    assert 9.5 < starts[-1] < 10
+    assert abs(sample.expected_frames - 10_000) < 500
+
+
 def test_a_table_of_signals_and_a_damaged_table_are_refused(tmp_path: Path) -> None:
     frames_table(20).drop("data").write_parquet(tmp_path / "dump1.parquet")
-    with pytest.raises(DataError, match=r"has no frames: .*dump1.parquet has no column data\.\n.*the folder raw"):
+    with pytest.raises(
+        DataError, match=r"has no data column: .*dump1.parquet: among .*\n.*columns.data=NAME.*folder raw"
+    ):
         read(tmp_path / "dump1.parquet")
     with pytest.raises(DataError, match="is no whole parquet file"):
         read(written(tmp_path / "dump2.parquet", b"PAR1" + bytes(100)))
