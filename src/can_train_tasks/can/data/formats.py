@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -101,6 +102,7 @@ _LOOKS: Final = {
     "data": re.compile(f"(?:0[xX])?(?:{BYTE}[{_DATA_SEPARATORS}]*)*|(?:[0-9]{{1,3}}[{_DATA_SEPARATORS}]*)*"),
 }
 _CAR_HACKING_COLUMNS: Final = 3 + MAX_PAYLOAD_BYTES  # time, ID, DLC and bytes; most logs have a label, too
+_HYDRA_WORDS: Final = frozenset({"true", "false", "null", "inf", "nan"})
 _SHOWN_CHARACTERS: Final = 80  # characters of a malformed row that a message shows
 
 
@@ -618,8 +620,8 @@ def _name_column(header: _Header, role: str, sample: pl.Series) -> str:
     }
     fitting = [name for name, texts in cells.items() if texts and all(map(_LOOKS[role].fullmatch, texts))]
     name = max(fitting, key=lambda name: len(cells[name]), default="NAME")
-    setting = f"dataset.columns.{role}={name}" if name.isidentifier() else f"'dataset.columns.{role}=\"{name}\"'"
-    return f"{'Name the column' if fitting else 'Correct the log, or name the column'}: `--set {setting}`"
+    setting = set_option(f"dataset.columns.{role}", name)
+    return f"{'Name the column' if fitting else 'Correct the log, or name the column'}: `{setting}`"
 
 
 def _unrecognised(sample: pl.Series, wanted: str, path: Path, row: tuple[int, str] | tuple[int, str, str]) -> DataError:
@@ -636,6 +638,24 @@ def _unrecognised(sample: pl.Series, wanted: str, path: Path, row: tuple[int, st
         remedy="If it is a CSV file with a header, name its columns: `--set dataset.columns.id=NAME` (the same for "
         "timestamp, data, dlc, label); or choose the format: `--set dataset.format=FORMAT`",
     )
+
+
+def set_option(name: str, value: str | Sequence[str]) -> str:
+    """Writes the option that sets a name, a text or a list of texts, as it is typed in a shell."""
+    # In Hydra's quoted texts, backslashes count only before a quote.
+    texts = [re.sub(r'(\\*)("|$)', _escaped, text) for text in ([value] if isinstance(value, str) else value)]
+    quoted = ",".join(f'"{text}"' for text in texts)
+    if not isinstance(value, str):
+        quoted = f"[{quoted}]"
+    # A word that Hydra would read as a number or a truth value is quoted, too.
+    elif re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", value) and value.casefold() not in _HYDRA_WORDS:
+        quoted = value
+    return f"--set {shlex.quote(f'{name}={quoted}')}"
+
+
+def _escaped(match: re.Match[str]) -> str:
+    """Doubles the backslashes before a quote or the end, and escapes the quote."""
+    return 2 * match[1] + ('\\"' if match[2] else "")
 
 
 def shortened(text: str) -> str:

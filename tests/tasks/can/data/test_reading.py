@@ -2,18 +2,22 @@
 
 import csv
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from can_train.errors import DataError, MissingDataError
+from can_train_tasks.can.data.formats import set_option
 from can_train_tasks.can.data.graphs import Frames
 from can_train_tasks.can.data.reading import LogReader, decide_bases
 from can_train_tasks.can.settings import FORMATS, CanDatasetSettings, ColumnSettings
@@ -381,6 +385,22 @@ def test_a_column_that_holds_something_else_is_told_and_the_setting_that_names_a
     ) as caught:
         read(path)
     assert caught.value.remedy == "Name the column: `--set 'dataset.columns.id=\"ECU id\"'`"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Zähler", "It's time", "true", "7", 'a"b', "a\\", 'a\\"b', "$HOME", "`date`", "Time [s], all", "x=y", "a b"],
+)
+def test_an_option_that_is_told_can_be_typed(name: str) -> None:
+    assert typed(set_option("dataset.columns.timestamp", name)) == name
+    assert typed(set_option("dataset.benign_values", [name, "b"])) == [name, "b"]
+
+
+def typed(option: str) -> Any:
+    """The value of an option as a shell and Hydra read it."""
+    flag, override = shlex.split(option)
+    assert flag == "--set"
+    return OverridesParser.create().parse_override(override).value()
 
 
 def test_attacks_without_a_name_are_called_as_the_caller_says(tmp_path: Path) -> None:
