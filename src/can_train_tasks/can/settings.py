@@ -44,6 +44,13 @@ BEHAVIOUR_FEATURES = "behaviour"
 FEATURES = (BEHAVIOUR_FEATURES, "classic")
 TIME_UNITS = ("auto", "s", "ms", "us", "ns")
 SIZES = ("student", "teacher")  # the first is the default
+# Label values that mean: no attack. Blanks, hyphens and underscores are alike; `state`, `message` and such may follow.
+BENIGN_WORDS: Final = (
+    "0", "r", "n", "no", "false", "none", "normal", "benign", "regular", "attack free", "attackfree", "free", "ambient",
+    "no attack", "non attack", "not attack", "noattack", "legitimate", "legit", "genuine", "clean", "ok",
+)  # fmt: skip
+# Cells that hold no label. A row without a label is benign, where other rows have labels.
+MISSING_WORDS: Final = frozenset({"", "-", "--", "?", "na", "n/a", "nan", "<na>", "null", "nil"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +118,7 @@ class CanDatasetSettings:
     """Unit of the times: s, ms, us or ns; auto: by the format, by the column's name, or by how often IDs repeat."""
     channel: str = ""
     """The one interface whose frames are read (`can0`), where a log has several; empty: all of them, as one bus."""
-    benign_values: list[str] = field(default_factory=lambda: ["", "0", "r", "normal", "benign", "false", "none", "na"])
+    benign_values: list[str] = field(default_factory=lambda: [*BENIGN_WORDS])
     """Label values (in any letter case) that mean: no attack. Any other is an attack; a word names its kind."""
     dbc: str = ""
     """A CAN database (DBC), which names the signals in alarms. A run keeps its messages, and needs the file once."""

@@ -17,6 +17,7 @@ import polars as pl
 from can_train.errors import DataError, unknown_name
 from can_train_tasks.can.data.clocks import TICKS_PER_SECOND, guess_unit, plain_name, unit_of_name
 from can_train_tasks.can.data.grammar import (
+    ATTACK_WORDS,
     BAD_DECIMALS,
     BAD_ID,
     BAD_PAYLOAD,
@@ -34,6 +35,7 @@ from can_train_tasks.can.data.grammar import (
     Grammar,
     ParsedRows,
     first_row,
+    label_word,
     parse_rows,
 )
 from can_train_tasks.can.data.line_formats import (
@@ -44,6 +46,7 @@ from can_train_tasks.can.data.line_formats import (
     variants,
 )
 from can_train_tasks.can.data.payload_fields import MAX_PAYLOAD_BYTES
+from can_train_tasks.can.settings import BENIGN_WORDS, MISSING_WORDS
 
 if TYPE_CHECKING:
     from can_train_tasks.can.settings import CanDatasetSettings, ColumnSettings
@@ -62,9 +65,20 @@ _COLUMN_NAMES: Final = {
     # The length in bytes goes before CAN FD's code for it, which CANedge loggers write too.
     "dlc": ("datalength", "datalen", "dlc", "length", "len", "messagelength"),
     "data": ("data", "datafield", "payload", "databytes", "datahex", "message"),
-    "label": ("label", "labels", "attack", "class", "flag", "isattack", "anomaly"),
+    "label": ("label", "labels", "attack", "class", "isattack", "anomaly", "attacklabel", "labelattack", "isanomaly",
+              "ismalicious", "malicious", "isinjected", "injected", "isintrusion", "intrusion", "attacked",
+              "groundtruth", "attackflag", "classlabel", "attackclass", "attacktype", "flag", "target", "category"),
     "remote": ("rtr", "remote", "isremote", "isremoteframe", "remoteframe"),
     "channel": ("channel", "iface", "interface", "bus", "canchannel", "caninterface", "canbus", "busid", "buschannel"),
+}  # fmt: skip
+# Names of columns of labels, and of other columns, too: their cells decide.
+_UNSURE_LABELS: Final = frozenset({"flag", "target", "category"})
+_UNSURE_LETTERS: Final = frozenset({"flag"})  # R and T are labels, as in Car-Hacking; X and S are kinds of frames
+# Columns of known tools that are neither read nor labels.
+_OTHER_NAMES: Final = {
+    "index", "unnamed0", "no", "nr", "number", "counter", "count", "ide", "extended", "isextended", "isextendedid",
+    "isfd", "fd", "fdf", "edl", "brs", "esi", "dir", "direction", "rxtx", "flags", "error", "iserrorframe", "name",
+    "sender", "comment", "interval", "ascii", "crc", "ack", "vehicle", "source",
 }  # fmt: skip
 # A column of one payload byte, such as `data_0`, `DATA[0]` or `byte 1`.
 _BYTE_COLUMN: Final = re.compile(r"(?:data|databyte|byte|payload|d|b)(\d\d?)")
@@ -85,7 +99,6 @@ _WHY: Final = {_DEC: "because none has a letter or a leading zero",
 # This many different numbers of two digits or more without a letter are decimal: in hexadecimal numbers, three in eight
 # digits are letters.
 _MANY: Final = 20
-_NUMBERED_ROWS: Final = 100  # rows that tell a column of row numbers from a column of CAN IDs
 # Columns of a log from CANedge's converter: all numbers except lengths and times are hexadecimal.
 _CANEDGE_COLUMNS: Final = {"timestampepoch", "buschannel", "databytes"}
 # A label after the last column, where the header names no label column.
@@ -103,6 +116,7 @@ _LOOKS: Final = {
 }
 _CAR_HACKING_COLUMNS: Final = 3 + MAX_PAYLOAD_BYTES  # time, ID, DLC and bytes; most logs have a label, too
 _HYDRA_WORDS: Final = frozenset({"true", "false", "null", "inf", "nan"})
+_SHOWN_COLUMNS: Final = 6  # columns that a note names
 _SHOWN_CHARACTERS: Final = 80  # characters of a malformed row that a message shows
 
 
@@ -141,21 +155,33 @@ class _Header:
                             remedy="Name a different column for each: `--set dataset.columns.id=NAME`")  # fmt: skip
         free = ["" if column in taken else name for column, name in enumerate(names)]
         recognised = {role: _recognised_columns(free, role) for role in _COLUMN_NAMES if role not in named}
-        if len(of_ids := recognised.get("id", [])) > 1:
-            recognised["id"] = [self._without_row_numbers(of_ids, sample)[0]]
+        self.cells = _first_cells(sample, self.delimiter, len(names))
+        if of_ids := recognised.get("id"):
+            # The numbers of rows grow from row to row, as CAN IDs never do.
+            recognised["id"] = [next((column for column in of_ids if not _grows(self.cells[column])), of_ids[0])]
+        if of_labels := recognised.get("label"):
+            recognised["label"] = [column for column in of_labels if self._has_labels(column)][:1]
         self.roles = {role: columns for role, columns in (named | recognised).items() if columns}
         self.missing = [role for role in _REQUIRED_ROLES if role not in self.roles]
         taken = [column for columns in self.roles.values() for column in columns]
         self.unrecognised = {column: name for column, name in enumerate(names) if name and column not in taken}
 
-    def _without_row_numbers(self, columns: list[int], sample: pl.Series) -> list[int]:
-        """Leaves out columns of numbers that grow from row to row, as CAN IDs never do; all columns if none is left."""
-        lines = sample.drop_nulls().head(_NUMBERED_ROWS + 1).to_list()
-        with suppress(csv.Error):
-            rows = [row for row in csv.reader(lines, delimiter=self.delimiter) if len(row) == len(self.names)]
-            cells = {column: [row[column].strip() for row in rows[1:]] for column in columns}
-            return [column for column in columns if not _grows(cells[column])] or columns
-        return columns
+    def _has_labels(self, column: int) -> bool:
+        """Returns whether the cells of a column look like labels, where its name leaves that open."""
+        name, told = plain_name(self.names[column]), not self.cells[column]
+        if name not in _UNSURE_LABELS:
+            return True
+        words = {label_word(cell) for cell in self.cells[column]} - MISSING_WORDS
+        known = words & (ATTACK_WORDS | {*BENIGN_WORDS})
+        if name in _UNSURE_LETTERS:
+            return told or (bool(known) and all(len(word) > 2 and not word.isdecimal() for word in words - known))
+        return told or any(len(word) > 2 for word in known)
+
+    @property
+    def other_names(self) -> list[str]:
+        """Names of the columns that may have labels: columns without a role that no known tool writes."""
+        return [name for column, name in self.unrecognised.items()
+                if plain_name(name) not in _OTHER_NAMES and not _grows(self.cells[column])]  # fmt: skip
 
     def name_of(self, role: str) -> str:
         """Returns the name of a role's column, the first of several."""
@@ -472,17 +498,26 @@ def _row_cells(header: _Header, id_content: str, data_content: tuple[str, str]) 
     return cells
 
 
+def _first_cells(sample: pl.Series, delimiter: str, columns: int) -> list[list[str]]:
+    """Returns the cells of the first rows, column by column; rows of another length are left out."""
+    rows: list[list[str]] = []
+    with suppress(csv.Error):  # a cell beyond the parser's limit: no header
+        rows += csv.reader(sample.drop_nulls().head(RECOGNISED_LINES).to_list(), delimiter=delimiter)
+    rows = [row for row in rows if len(row) == columns][1:]
+    return [[row[column].strip() for row in rows] for column in range(columns)]
+
+
 def _grows(cells: list[str]) -> bool:
     numbers = [int(cell.removesuffix(".0")) for cell in cells if cell.removesuffix(".0").isdecimal()]
     return len(numbers) == len(cells) > 1 and all(before < after for before, after in pairwise(numbers))
 
 
 def _recognised_columns(names: list[str], role: str) -> list[int]:
-    """Returns the columns of a role. Several columns may hold the ID: the first is the most likely one."""
+    """Returns the columns of a role. Several may hold the ID or the label: the first is the most likely one."""
     plain = [plain_name(name) for name in names]
     synonyms = [f"{synonym}{base}" for synonym in _COLUMN_NAMES[role] for base in ("", _HEX, _DEC)]
     if named := [plain.index(name) for name in synonyms if name in plain]:
-        return named if role == "id" else named[:1]
+        return named if role in ("id", "label") else named[:1]
     if role == "timestamp":
         units = [unit_of_name(name, _COLUMN_NAMES[role]) for name in names]
         return [column for column, unit in enumerate(units) if unit is not None][:1]
@@ -501,6 +536,7 @@ class Recognised(NamedTuple):
     grammar: Grammar
     narrow: Grammar | None  # a faster grammar for rows of `channel` without a label; None: no faster grammar
     channel: str  # channel of all first rows
+    other_columns: str  # sentence about columns that may have labels; empty where the label is recognised
 
 
 def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Recognised:
@@ -513,7 +549,7 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
     header, of_header = _Header(sample, settings.columns), header_grammars(sample, settings)
     # The rows of a CSV file may also fit a format without a header.
     if not of_header and settings.format == "auto" and header.unrecognised:
-        _refuse_missing_column(header, path, sample)
+        _refuse_missing_column(header, path)
     grammars = [grammar for grammar in variants([*of_header, *line_grammars(sample)], sample)
                 if settings.format in ("auto", grammar.name)]  # fmt: skip
     if not grammars:
@@ -525,7 +561,7 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
         raise DataError("The log holds no rows", value=str(path), remedy="Give another log")
     if len(parsed.position) < RECOGNISED_SHARE * num_rows:
         if settings.format == "auto" and not best.header:
-            _refuse_missing_column(header, path, sample)
+            _refuse_missing_column(header, path)
             raise _unrecognised(sample, settings.format, path, first_row(sample))
         position, line, reason = bad = parsed.malformed.row(0)[:3]
         role = _ROLES_OF_REASONS.get(reason, "")
@@ -533,7 +569,7 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
             raise _unrecognised(sample, settings.format, path, bad)
         raise DataError(f"The column {header.name_of(role)!r} does not hold the {role} of the CSV log's frames",
                         value=f"{path}:{position + 1}: {shortened(line)!r}: {reason}",
-                        remedy=_name_column(header, role, sample))  # fmt: skip
+                        remedy=_name_column(header, role))  # fmt: skip
     grammar, rows = with_unit(best, settings.time_unit, parsed, first), parsed
     unlabelled = rows.label is None or rows.label.null_count() == len(rows.label)
     pattern, channel = grammar.usual if grammar.usual and unlabelled else grammar.pattern, ""
@@ -541,7 +577,17 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
         channel = str(rows.channel[0])
         pattern = re.sub(r"\(\?P<channel>[^()]*\)", lambda _: re.escape(channel), pattern)
     narrow = replace(grammar, pattern=pattern) if pattern != grammar.pattern else None
-    return Recognised(grammar, narrow, channel)
+    return Recognised(grammar, narrow, channel, _told_columns(header) if best.name == "columns" else "")
+
+
+def _told_columns(header: _Header) -> str:
+    names = header.other_names
+    if "label" in header.roles or not names:
+        return ""
+    listed = ", ".join(map(repr, names[:_SHOWN_COLUMNS])) + (", …" if len(names) > _SHOWN_COLUMNS else "")
+    columns = f"column {listed} is" if len(names) == 1 else f"columns {listed} are"
+    option = set_option("dataset.columns.label", names[0] if len(names) == 1 else "NAME")
+    return f"it has no column of labels, and its {columns} not recognised; a column of labels is named by `{option}`"
 
 
 def _best_of(grammars: Sequence[Grammar], first: pl.Series, settings: CanDatasetSettings) -> tuple[Grammar, ParsedRows]:
@@ -574,8 +620,8 @@ def _lead_of_labels(grammar: Grammar, rows: ParsedRows, settings: CanDatasetSett
         return _CUT_OFF_SHARE * len(rows.position)
     if rows.label is None or grammar.unlabelled_rows:
         return 0.0
-    benign = {value.casefold() for value in settings.benign_values}
-    words = {word.casefold() for label in rows.label.unique().to_list() for word in (label.split() or [""])}
+    benign = {label_word(value) for value in settings.benign_values} | MISSING_WORDS
+    words = {label_word(word) for label in rows.label.unique().to_list() for word in (label, *label.split())}
     return _CUT_OFF_SHARE * len(rows.position) if words & benign else -0.5
 
 
@@ -599,7 +645,7 @@ def with_unit(grammar: Grammar, wanted: str, rows: ParsedRows, sample: pl.Series
     return replace(grammar, ticks_per_second=TICKS_PER_SECOND[unit], unit_known=True, assumption=assumption)
 
 
-def _refuse_missing_column(header: _Header, path: Path, sample: pl.Series) -> None:
+def _refuse_missing_column(header: _Header, path: Path) -> None:
     """Raises DataError for a CSV file whose header names all needed columns but one."""
     if len(header.missing) != 1:
         return
@@ -609,15 +655,12 @@ def _refuse_missing_column(header: _Header, path: Path, sample: pl.Series) -> No
     if names:
         told = f"; {names} {'is' if len(header.unrecognised) == 1 else 'are'} not recognised"
     raise DataError(f"The CSV log has no {lacking} column", value=f"{path} has {has}, and no {lacking}{told}",
-                    remedy=_name_column(header, lacking, sample))  # fmt: skip
+                    remedy=_name_column(header, lacking))  # fmt: skip
 
 
-def _name_column(header: _Header, role: str, sample: pl.Series) -> str:
+def _name_column(header: _Header, role: str) -> str:
     """Writes the setting that names a role's column: the column without a role that looks most like it."""
-    rows = list(csv.reader(sample.drop_nulls().head(RECOGNISED_LINES).to_list()[1:], delimiter=header.delimiter))
-    cells = {
-        name: {row[column].strip() for row in rows if column < len(row)} for column, name in header.unrecognised.items()
-    }
+    cells = {name: {*header.cells[column]} for column, name in header.unrecognised.items()}
     fitting = [name for name, texts in cells.items() if texts and all(map(_LOOKS[role].fullmatch, texts))]
     name = max(fitting, key=lambda name: len(cells[name]), default="NAME")
     setting = set_option(f"dataset.columns.{role}", name)

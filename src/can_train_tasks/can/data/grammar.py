@@ -5,6 +5,7 @@ Shapes: M rows that are frames, P payload bytes (8, or 64 where a block has CAN 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -69,6 +70,32 @@ BAD_DECIMALS: Final = "the payload is not made of decimal numbers up to 255"
 BAD_SIGNALS: Final = "the payload is not made of numbers"
 LATE_TIMESTAMP: Final = "the timestamp is beyond any clock"
 _BAD_PAYLOADS: Final = {"decimal": BAD_DECIMALS, "signals": BAD_SIGNALS}
+
+
+# Labels that mark an attack without naming it.
+ATTACK_WORDS: Final = frozenset(
+    {"1", "t", "true", "yes", "y", "attack", "attacked", "anomaly", "anomalous", "malicious", "injected"}
+)
+# Between words of a label, and a noun behind a word: `attack_free`, `Normal message`.
+_JOINTS: Final = re.compile(r"(?<=[^\W_])[-_\s]+(?=[^\W_])")
+_LABELLED_NOUN: Final = re.compile(
+    r"(?<=[^\W_]) (?:state|messages?|frames?|packets?|traffic|data|driving|operation|behaviou?r|class)$"
+)
+
+
+def canonical_label(text: str) -> str:
+    """Removes differences of letter case, quotes and blanks, and between 1.0, 0x1 and 1."""
+    word = text.strip(' \t\r"').casefold()
+    try:
+        number = float(int(word, 16)) if word.startswith("0x") else float(word)
+    except ValueError:
+        return word
+    return str(int(number)) if number.is_integer() else word
+
+
+def label_word(text: str) -> str:
+    """Returns the words of a label that tell an attack, as `settings.BENIGN_WORDS` and `ATTACK_WORDS` have them."""
+    return _LABELLED_NOUN.sub("", _JOINTS.sub(" ", canonical_label(text)))
 
 
 @dataclass(frozen=True, kw_only=True)

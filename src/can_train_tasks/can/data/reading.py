@@ -20,18 +20,20 @@ from numpy.typing import NDArray
 
 from can_train.errors import DataError
 from can_train_tasks.can.data.clocks import CLOCK_JITTER_S, MOST_ROWS, LogClock, are_differences, may_be_differences
-from can_train_tasks.can.data.formats import NumberTexts, column_roles, number_texts, recognise, shortened
-from can_train_tasks.can.data.grammar import MAX_TIME_S, ParsedRows, parse_rows
+from can_train_tasks.can.data.formats import NumberTexts, column_roles, number_texts, recognise, set_option, shortened
+from can_train_tasks.can.data.grammar import (
+    ATTACK_WORDS,
+    MAX_TIME_S,
+    ParsedRows,
+    canonical_label,
+    label_word,
+    parse_rows,
+)
 from can_train_tasks.can.data.graphs import BENIGN, MAX_KINDS, Frames, Ints, counted, named_id, too_many_kinds
 from can_train_tasks.can.data.log_text import BLOCK_BYTES, LogText, TextSample
 from can_train_tasks.can.data.recordings import Recording, TableText, recording_format
 from can_train_tasks.can.data.sidecars import find_sidecar
-from can_train_tasks.can.settings import RECORDINGS, CanDatasetSettings
-
-# Labels that mark an attack without naming it.
-ATTACK_WORDS: Final = frozenset(
-    {"1", "t", "true", "yes", "attack", "attacked", "anomaly", "anomalous", "malicious", "injected"}
-)
+from can_train_tasks.can.settings import MISSING_WORDS, RECORDINGS, CanDatasetSettings
 
 TIME_RUNS_BACKWARDS: Final = f"time runs backwards by more than {CLOCK_JITTER_S * 1000:g} ms"
 MAX_JITTER_SHARE: Final = 0.5  # share of the frames that may step back by a clock's jitter; above, a log is reversed
@@ -73,13 +75,14 @@ class _TextLog:
 
     Attributes:
         typed: Settings that the types of a table's columns decide, such as the base of IDs that are numbers.
+        other_columns: See `Recognised`.
     """
 
     def __init__(self, path: Path, settings: CanDatasetSettings, block_bytes: int) -> None:
         self._path = path
         self._text, self.typed = _open_text(path, settings, block_bytes)
         settings = replace(settings, **self.typed)  # type: ignore[arg-type]
-        self.grammar, self._narrow, self.channel = recognise(self._text.first_lines, settings, path)
+        self.grammar, self._narrow, self.channel, self.other_columns = recognise(self._text.first_lines, settings, path)
         if settings.channel:
             self._narrow = None
         self._clock = LogClock(self.grammar)
@@ -232,7 +235,8 @@ class LogReader:
         Where a log may have labels on some rows only, the answer is final once the log was read to its end.
         """
         by_sidecar = self._sidecar is not None and self._sidecar.whole
-        return self._all_labelled or by_sidecar or self.report.labelled > 0
+        unread = self._all_labelled and not self.report.frames
+        return unread or by_sidecar or self.report.labelled > 0
 
     def line_numbers(self, frames: Ints) -> Ints:
         """Returns the line numbers [R], counted from 1, of the log's frames `frames` [R].
@@ -266,6 +270,8 @@ class LogReader:
         self.report = self._new_report()
         previous_s = -np.inf
         for first_line, lines, rows in self._chosen(blocks):
+            if rows.label is not None:
+                rows = replace(rows, label=self._encoder.without_missing(rows.label))
             self.report.add_rows(rows, lines, first_line, previous_s)
             if len(rows.timestamp):
                 previous_s = rows.timestamp[-1] if continuous else -np.inf
@@ -295,9 +301,9 @@ class LogReader:
             chosen_channel=self._channel,
             base_notes=self._base_notes,
             notes=notes,
-            some_labelled=self._has_labels and not self._all_labelled,
             decimal_ids=self.id_base == "dec",
             may_be_differences=self._grammar is not None and may_be_differences(self._grammar),
+            other_columns=self._log.other_columns if isinstance(self._log, _TextLog) and not self._sidecar else "",
         )
 
     def _frames(self, rows: ParsedRows) -> Frames:
@@ -305,6 +311,7 @@ class LogReader:
         if rows.label is not None:
             several = self._grammar is not None and self._grammar.several_labels
             label = self._encoder.codes(rows.label, rows.kind, several=several).copy()
+            self.report.attacks += int(np.count_nonzero(label))
         frames = Frames(rows.timestamp, rows.can_id, rows.length, rows.payload, label)
         for injection in self._sidecar.injections if self._sidecar else ():
             marked = injection.marks(frames, self._start_s or 0.0)
@@ -323,7 +330,8 @@ class LabelEncoder:
 
     def __init__(self, benign_values: Iterable[str], unnamed: str) -> None:
         self.names = [BENIGN]
-        self._benign = {value.casefold() for value in benign_values}
+        self._told_benign = {label_word(value) for value in benign_values}
+        self._benign = self._told_benign | MISSING_WORDS
         self._unnamed = unnamed
 
     def codes(self, labels: pl.Series, names: pl.Series | None = None, *, several: bool = False) -> NDArray[np.uint8]:
@@ -342,12 +350,20 @@ class LabelEncoder:
             labels = names.zip_with(~nameless, labels)
         # Sorted, so that codes do not depend on polars' order of the texts.
         texts = labels.unique().sort().to_list()
-        # A row without a label is benign, even if `benign_values` lacks the empty text.
         codes = [0 if text is None else max(map(self.code, text.split() if several else [text])) for text in texts]
         return labels.replace_strict(texts, codes, return_dtype=pl.UInt8).to_numpy()
 
     def _is_benign(self, texts: pl.Series) -> pl.Series:
-        return texts.is_in([text for text in texts.unique().to_list() if _canonical(text) in self._benign])
+        return texts.is_in([text for text in texts.unique().to_list() if label_word(text) in self._benign])
+
+    def without_missing(self, labels: pl.Series) -> pl.Series:
+        """Replaces texts by null that stand for a missing label, unless they are benign values."""
+        missing = [
+            text
+            for text in labels.unique().drop_nulls().to_list()
+            if (word := canonical_label(text)) in MISSING_WORDS and word not in self._told_benign
+        ]
+        return labels.set(labels.is_in(missing).fill_null(False), None) if missing else labels
 
     def code(self, text: str) -> int:
         """Looks up the code of a label, and gives a new kind a new one.
@@ -355,10 +371,10 @@ class LabelEncoder:
         Raises:
             DataError: There are more kinds than codes.
         """
-        word = _canonical(text)
+        word = label_word(text)
         if word in self._benign:
             return 0
-        name = self._unnamed if word in ATTACK_WORDS else word
+        name = self._unnamed if word in ATTACK_WORDS else canonical_label(text)
         if name not in self.names:
             if len(self.names) == MAX_KINDS:
                 raise too_many_kinds("A log", f"{name!r} would be one more")
@@ -373,16 +389,6 @@ def _largest(counter: Counter[Any]) -> list[tuple[Any, int]]:
 
 def _count(counter: Counter[Any], values: pl.Series) -> None:
     counter.update(dict(values.drop_nulls().value_counts().iter_rows()))
-
-
-def _canonical(text: str) -> str:
-    """Removes differences of letter case, quotes and blanks, and between 1.0 and 1."""
-    word = text.strip(' \t\r"').casefold()
-    try:
-        number = float(word)
-    except ValueError:
-        return word
-    return str(int(number)) if number.is_integer() else word
 
 
 class RowProblem(NamedTuple):
@@ -412,7 +418,9 @@ class ReadReport:
     xl_frames: int = 0  # CAN XL frames, left out; not malformed
     cut: int = 0  # frames with padding bytes after the bytes of the DLC
     labelled: int = 0  # frames whose row has a label
-    some_labelled: bool = False  # whether rows may lack a label
+    labels: Counter[str] = field(default_factory=Counter)  # frames of each label
+    attacks: int = 0  # frames whose label in the log marks an attack
+    other_columns: str = ""  # sentence about columns that may have labels, and are not read
     decimal_ids: bool = False  # whether the log writes IDs as decimal numbers
     may_be_differences: bool = False  # whether the format leaves open what the times count from
     first_times: list[float] = field(default_factory=list)  # of the first frames in seconds, where that is open
@@ -443,6 +451,8 @@ class ReadReport:
         self.xl_frames += rows.xl_frames
         self.cut += rows.cut
         self.labelled += 0 if rows.label is None else rows.label.len() - rows.label.null_count()
+        if rows.label is not None:
+            _count(self.labels, rows.label.str.strip_chars(' "\t\r'))
         _count(self.ids, pl.Series(rows.can_id))
         _count(self.lost_ids, rows.malformed["id"])
         _count(self.lost_labels, rows.malformed["label"].str.strip_chars(' "\t'))
@@ -552,7 +562,15 @@ class ReadReport:
             its, were = ("its", "was") if self.cut == 1 else ("their", "were")
             cut = counted(self.cut, "payload", "have")
             sentences.append(f"{name}: {cut} more bytes than {its} DLC, and {were} cut to it")
-        if self.some_labelled and 0 < self.labelled < self.frames:
+        if self.other_columns and not self.labelled:
+            sentences.append(f"{name}: {self.other_columns}")
+        if 0 < self.frames == self.attacks:
+            values = ", ".join(f"{label!r} ({count:,})" for label, count in _largest(self.labels))
+            option = set_option("dataset.benign_values", ["LABEL"])
+            every = "the only frame is an attack" if self.frames == 1 else f"all {self.frames:,} frames are attacks"
+            by_labels = f"by the labels {values}; if a label means no attack, name it: `{option}`"
+            sentences.append(f"{name}: {every} {by_labels}")
+        if 0 < self.labelled < self.frames:
             unlabelled = self.frames - self.labelled
             sentences.append(
                 f"{name}: {counted(self.labelled, 'row', 'have')} a label; the {counted(unlabelled, 'row')} without a "

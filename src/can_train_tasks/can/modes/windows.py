@@ -45,7 +45,10 @@ _LABEL_REMEDY: Final = (
     "If a CSV column has labels, name it: `--set dataset.columns.label=NAME`. Else use a log with labelled attacks, or "
     "train an autoencoder: --model vgae"
 )
-_BENIGN_REMEDY: Final = "Use a log that also has attack-free driving, before and after the attacks"
+_BENIGN_REMEDY: Final = (
+    "Use a log that also has attack-free driving, before and after the attacks; if its labels have another word for no "
+    "attack, name the word: `--set 'dataset.benign_values=[\"WORD\"]'`"
+)
 
 
 class WindowTask(BatchTask):

@@ -1,5 +1,7 @@
 """CSV files with a header: which column is what, and in which base IDs are written."""
 
+from collections.abc import Iterable
+
 import polars as pl
 import pytest
 
@@ -220,6 +222,51 @@ def test_label_words_name_kinds_and_bare_yes_means_the_logs_own_kind() -> None:
     labels = pl.Series(["Normal", "1.0", '"DoS"', "T", " dos", "0.0", "2"])
     names = [kinds.names[code] for code in kinds.codes(labels)]
     assert names == ["benign", "fuzzing", "dos", "fuzzing", "dos", "benign", "2"]
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["no", "N", "nan", "null", "N/A", "-", "regular", "attack-free", "attack_free", "Attack free state", "no attack",
+     "No_Attack", "legitimate", "clean", "Free", "OK", "genuine", "ambient", "Normal message", "0x0", "00", "", "NA",
+     "Normal traffic", "Benign", "none"],
+)  # fmt: skip
+def test_words_for_no_attack_are_benign(word: str) -> None:
+    kinds = LabelEncoder(CanDatasetSettings().benign_values, "attack")
+    assert kinds.codes(pl.Series([word, f'"{word}" ', "Injected message"])).tolist() == [0, 0, 1]
+    assert kinds.names == ["benign", "attack"]
+
+
+@pytest.mark.parametrize("word", ["nok", "attack", "force-neutral", "fuzzy", "-1", "2", "free ride", "DoS attack", "x"])
+def test_other_words_name_attacks(word: str) -> None:
+    assert LabelEncoder(CanDatasetSettings().benign_values, "attack").code(word) == 1
+
+
+def test_benign_words_of_a_person_replace_the_usual_ones() -> None:
+    kinds = LabelEncoder(["All Fine"], "attack")
+    assert kinds.codes(pl.Series(["all_fine", "normal", ""])).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["attack_label", "is_malicious", "Malicious", "Is Attack", "attack_type", "ground_truth", "target", "Category"],
+)
+def test_clear_names_of_label_columns_are_recognised(name: str) -> None:
+    text = f"timestamp,id,dlc,data,{name}\n1.5,12A,1,00,Normal\n1.6,12A,1,00,Attack"
+    assert first_frame(text)[3] == "Normal"
+
+
+@pytest.mark.parametrize(
+    ("name", "cells", "labelled"),
+    [
+        ("flag", "SSX", False), ("flag", ["0", "4", "0"], False), ("flag", "RRT", True), ("flag", "001", True),
+        ("flag", ["Normal", "DoS", "Normal"], True), ("target", "010", False), ("target", ["ECU", "GW", "ECU"], False),
+        ("category", ["benign", "dos", "dos"], True),
+    ],
+)  # fmt: skip
+def test_columns_of_unsure_names_are_labels_by_their_cells(name: str, cells: Iterable[str], labelled: bool) -> None:
+    rows = [f"{number}.5,12A,{cell},00" for number, cell in enumerate(cells)]
+    text = "\n".join([f"timestamp,id,{name},data", *rows])
+    assert (first_frame(text)[3] is not None) == labelled
 
 
 def test_a_second_column_names_the_attack_and_makes_none() -> None:

@@ -387,6 +387,51 @@ def test_a_column_that_holds_something_else_is_told_and_the_setting_that_names_a
     assert caught.value.remedy == "Name the column: `--set 'dataset.columns.id=\"ECU id\"'`"
 
 
+LABELLED = "timestamp,id,data,{name}\n" + "".join(f"{i}.5,12A,00,{{{i % 2}}}\n" for i in range(20))
+
+
+@pytest.mark.parametrize("word", ["", "nan", "NULL", "n/a", "-", '"NaN"'])
+def test_a_cell_without_a_value_is_no_label(word: str) -> None:
+    done = read_text(LABELLED.format(word, word, name="label"))
+    assert (done.reader.labelled, done.reader.report.summary()) == (False, [])
+    done = read_text(LABELLED.format(word, "DoS", name="label"))
+    assert (done.reader.labelled, done.frames.label.tolist()) == (True, [0, 1] * 10)
+    assert done.reader.report.summary() == ["log: 10 rows have a label; the 10 rows without a label are benign"]
+
+
+def test_a_benign_value_that_a_person_names_is_a_label_although_it_looks_missing(tmp_path: Path) -> None:
+    path = write_log(tmp_path / "log", LABELLED.format("-", "-", name="label"))
+    assert read(path, CanDatasetSettings(benign_values=["-"])).reader.labelled
+
+
+def test_labels_that_are_all_attacks_are_told_with_the_setting_for_benign_ones(tmp_path: Path) -> None:
+    path = write_log(tmp_path / "log", LABELLED.format("idle", "DoS", name="label"))
+    (note,) = read(path).reader.report.summary()
+    assert "all 20 frames are attacks by the labels 'DoS' (10), 'idle' (10); " in note
+    option = note.partition("`")[2].rstrip("`").replace("LABEL", "idle")
+    chosen = CanDatasetSettings(benign_values=typed(option))
+    assert read(path, chosen).frames.label.tolist() == [0, 1] * 10
+
+
+@pytest.mark.parametrize("name", ["y", "verdict", "Befund der Prüfung", "it's bad", 'a "b"'])
+def test_a_column_that_may_have_labels_is_told_with_the_setting_that_reads_it(name: str, tmp_path: Path) -> None:
+    cell = f'"{name.replace(chr(34), 2 * chr(34))}"'
+    path = write_log(tmp_path / "log", LABELLED.format("0", "1", name=cell))
+    done = read(path)
+    (note,) = done.reader.report.summary()
+    assert (done.reader.labelled, f"its column {name!r} is not recognised" in note) == (False, True)
+    columns = ColumnSettings(label=typed(note.partition("`")[2].rstrip("`")))
+    assert read(path, CanDatasetSettings(columns=columns)).frames.label.tolist() == [0, 1] * 10
+
+
+def test_several_columns_that_may_have_labels_are_told_and_those_of_known_tools_are_not() -> None:
+    text = "index,timestamp,id,data,extended,score,verdict\n" + "".join(f"{i},{i}.5,12A,00,0,1,2\n" for i in range(20))
+    (note,) = read_text(text).reader.report.summary()
+    assert "its columns 'score', 'verdict' are not recognised" in note
+    assert "`--set dataset.columns.label=NAME`" in note
+    assert read_text(text.replace(",score,verdict", "").replace(",0,1,2", ",0")).reader.report.summary() == []
+
+
 @pytest.mark.parametrize(
     "name",
     ["Zähler", "It's time", "true", "7", 'a"b', "a\\", 'a\\"b', "$HOME", "`date`", "Time [s], all", "x=y", "a b"],
