@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 # Ticks by unit, as settings name it.
 TICKS_PER_SECOND: Final = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
-# Most frames of a bus come 5 ms to 1 s after their ID's previous frame; in the next smaller unit that is a thousand
-# times as many ticks. A bus with a longer median period does not exist.
+# Most IDs of a bus come every 5 ms to 1 s; in the next smaller unit that is a thousand times as many ticks. No bus has
+# a longer median period.
 _SLOWEST_PERIOD_S: Final = 5.0
 # From this share of the slowest period on, the log may be of a fast bus in the next smaller unit, if its times have no
 # more digits than that unit needs.
@@ -44,8 +44,10 @@ _DOUBTFUL_SHARE: Final = 0.1
 _DIGITS: Final = {"ms": 3, "us": 0, "ns": 0}  # digits after the point by unit: microseconds, and whole numbers
 _SLOW_PERIOD_S: Final = 1.0  # at longer periods, a period of a few milliseconds in the next unit is as likely
 _MIN_FRAMES: Final = 50  # frames needed to guess a unit
+_MAX_FRAMES_PER_SECOND: Final = 30_000  # more than any bus carries: the shortest frame takes 47 µs at 1 Mbit/s
 # Seconds since 1970 have ten digits until the year 2286.
 _LARGEST_EPOCH_S: Final = 1e11
+_EPOCHS_S: Final = (9e8, 4.1e9)  # from 1998 to 2099: times that are dates
 
 _MIDNIGHT_JITTER_S: Final = 1.0  # a clock that jitters at midnight steps forward by a day minus at most this
 
@@ -92,30 +94,49 @@ def guess_unit(ticks: Floats, can_id: NDArray[np.uint32], decimals: int) -> tupl
     Returns:
         The unit, and a notice about it for the user; empty where seconds are certain.
     """
-    order = np.argsort(can_id, kind="stable")
-    steps, same = np.diff(ticks[order]), np.diff(can_id[order]) == 0
-    # The median time from an ID's previous frame to a frame; 0 where no ID repeats.
-    period = float(np.median(np.abs(steps[same]))) if len(ticks) >= _MIN_FRAMES and same.any() else 0.0
+    period = _period(ticks, can_id)
+    span, typical = (float(np.ptp(ticks)), float(np.median(np.abs(ticks)))) if len(ticks) else (0.0, 0.0)
     unit, slowest = "s", _SLOWEST_PERIOD_S
+    frames_per_tick = len(ticks) / span if span else np.inf
+    possible = [name for name, factor in TICKS_PER_SECOND.items() if frames_per_tick * factor <= _MAX_FRAMES_PER_SECOND]
     for smaller, digits in _DIGITS.items():
-        if period < slowest * (_DOUBTFUL_SHARE if decimals <= digits else 1.0):
+        if period < slowest * (_DOUBTFUL_SHARE if decimals <= digits and smaller in possible else 1.0):
             break
         unit, slowest = smaller, slowest * 1000
+    for dated in possible:
+        factor = TICKS_PER_SECOND[dated]
+        if _EPOCHS_S[0] <= typical / factor <= _EPOCHS_S[1] and period <= _SLOWEST_PERIOD_S * factor:
+            unit = dated
     if not period:
-        typical = float(np.median(np.abs(ticks))) if len(ticks) else 0.0
         unit = next((name for name, factor in TICKS_PER_SECOND.items() if typical < _LARGEST_EPOCH_S * factor), "ns")
     if unit != "s":
-        reason = f"the same ID would come every {period:,.6g} s" if period else "they would be beyond the year 5138"
+        reason = f"half of the IDs would come every {period:,.6g} s or later"
+        if typical > _LARGEST_EPOCH_S:
+            reason = "they would be beyond the year 5138"
         return unit, (
             f"times were read as {_NAMES[unit]}, because as seconds {reason}; if they are in another unit, use "
             "`--set dataset.time_unit=s` (or ms, us, ns)"
         )
     if period >= _SLOW_PERIOD_S:
         return unit, (
-            f"times were read as seconds, in which the same ID comes every {period:.3g} s; if they are milliseconds, "
-            "use `--set dataset.time_unit=ms`"
+            f"times were read as seconds, in which half of the IDs come every {period:.3g} s or later; if they are "
+            "milliseconds, use `--set dataset.time_unit=ms`"
         )
     return unit, ""
+
+
+def _period(ticks: Floats, can_id: NDArray[np.uint32]) -> float:
+    """Returns the median over IDs of the ticks from a frame to the ID's next one; 0 with few frames.
+
+    Each ID counts once: a flood has most frames of a log that begins with it, and comes far more often than usual IDs.
+    """
+    order = np.argsort(can_id, kind="stable")
+    steps, same = np.abs(np.diff(ticks[order])), np.diff(can_id[order]) == 0
+    if len(ticks) < _MIN_FRAMES or not same.any():
+        return 0.0
+    told = pl.DataFrame({"id": can_id[order][1:][same], "step": steps[same]})
+    periods = told.group_by("id").agg(pl.col("step").median())["step"]
+    return float(np.median(periods.to_numpy()))
 
 
 class LogClock:

@@ -570,7 +570,10 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
         raise DataError(f"The column {header.name_of(role)!r} does not hold the {role} of the CSV log's frames",
                         value=f"{path}:{position + 1}: {shortened(line)!r}: {reason}",
                         remedy=_name_column(header, role))  # fmt: skip
-    grammar, rows = with_unit(best, settings.time_unit, parsed, first), parsed
+    # All lines tell the unit: the first ones may be of a flood alone.
+    needs_unit = settings.time_unit == "auto" and not best.unit_known and not best.dated
+    timed = parse_rows(sample, best) if needs_unit else parsed
+    grammar, rows = with_unit(best, settings.time_unit, timed, sample), parsed
     unlabelled = rows.label is None or rows.label.null_count() == len(rows.label)
     pattern, channel = grammar.usual if grammar.usual and unlabelled else grammar.pattern, ""
     if rows.channel is not None and rows.channel.n_unique() == 1 and rows.channel[0] is not None:

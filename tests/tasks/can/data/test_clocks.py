@@ -89,6 +89,35 @@ def test_a_fast_bus_is_told_from_a_slow_one_by_the_digits_of_its_times(unit: str
     assert guess_unit(ticks, ids, decimals=6)[0] != unit
 
 
+@pytest.mark.parametrize("start_s", [0.0, 1.7e9])
+@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
+@pytest.mark.parametrize("ids", [1, 300])
+def test_a_flood_at_the_beginning_does_not_change_the_unit(unit: str, start_s: float, ids: int, tmp_path: Path) -> None:
+    times, of_bus = bus(4.0)
+    flood = np.arange(6000) * 0.0003
+    both = np.concatenate([flood, times])
+    order = np.argsort(both, kind="stable")
+    written = np.concatenate([np.arange(6000) % ids, of_bus + 0x400])[order]
+    ticks = (start_s + both[order]) * TICKS_PER_SECOND[unit]
+    rows = [f"{tick:.6f},0x{can_id:03X},00ff" for tick, can_id in zip(ticks, written, strict=True)]
+    (tmp_path / "log").write_text("time,id,data\n" + "\n".join(rows) + "\n")
+    reader = LogReader(tmp_path / "log", CanDatasetSettings())
+    frames = Frames.concatenate(list(reader.blocks()))
+    np.testing.assert_allclose(frames.timestamp - start_s, both[order], atol=2e-5)
+    assert (reader.report.summary() != []) == (unit != "s")
+
+
+@pytest.mark.parametrize("unit", ["ms", "us", "ns"])
+def test_times_since_1970_tell_their_unit_in_a_flood_alone(unit: str) -> None:
+    ticks = (1.7e9 + np.arange(1000) * 0.0003) * TICKS_PER_SECOND[unit]
+    assert guess_unit(ticks, np.zeros(1000, np.uint32), decimals=3)[0] == unit
+
+
+def test_a_unit_in_which_no_bus_has_the_rate_is_not_guessed() -> None:
+    ids = np.tile(np.arange(50, dtype=np.uint32), 20)
+    assert guess_unit(np.arange(1000) * 0.02, ids, decimals=2)[0] == "s"  # each ID every second, 50 frames a second
+
+
 def test_a_few_frames_are_no_reason_to_guess() -> None:
     assert guess_unit(np.arange(10) * 1000.0, np.zeros(10, np.uint32), decimals=0) == ("s", "")
 
