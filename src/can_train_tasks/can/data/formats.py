@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 RECOGNISED_LINES: Final = 1000  # enough to outvote damaged rows, parsed by all grammars in milliseconds
 RECOGNISED_SHARE: Final = 0.5  # least share of well-formed rows: with a smaller share, the grammar matches by accident
 
+_COMMENT: Final = "^[ \\t]*#"
 _CUT_OFF_SHARE: Final = 0.01  # share of the rows that may have lost their label
 _DELIMITERS: Final = ",;\t"
 _REQUIRED_ROLES: Final = ("timestamp", "id", "data")
@@ -501,8 +502,10 @@ def _row_cells(header: _Header, id_content: str, data_content: tuple[str, str]) 
 def _first_cells(sample: pl.Series, delimiter: str, columns: int) -> list[list[str]]:
     """Returns the cells of the first rows, column by column; rows of another length are left out."""
     rows: list[list[str]] = []
+    texts = sample.cast(pl.String)
+    lines = texts.filter(~texts.str.contains(_COMMENT)).head(RECOGNISED_LINES).to_list()
     with suppress(csv.Error):  # a cell beyond the parser's limit: no header
-        rows += csv.reader(sample.drop_nulls().head(RECOGNISED_LINES).to_list(), delimiter=delimiter)
+        rows += csv.reader(lines, delimiter=delimiter)
     rows = [row for row in rows if len(row) == columns][1:]
     return [[row[column].strip() for row in rows] for column in range(columns)]
 
@@ -556,6 +559,9 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
         raise _unrecognised(sample, settings.format, path, first_row(sample))
     first = sample.head(RECOGNISED_LINES)
     best, parsed = _best_of(grammars, first, settings)
+    if not len(parsed.position) and len(first) < len(sample):
+        first = _from_first_frame(sample, grammars)
+        best, parsed = _best_of(grammars, first, settings)
     num_rows = len(parsed.position) + len(parsed.malformed)
     if num_rows == 0:
         raise DataError("The log holds no rows", value=str(path), remedy="Give another log")
@@ -591,6 +597,16 @@ def _told_columns(header: _Header) -> str:
     columns = f"column {listed} is" if len(names) == 1 else f"columns {listed} are"
     option = set_option("dataset.columns.label", names[0] if len(names) == 1 else "NAME")
     return f"it has no column of labels, and its {columns} not recognised; a column of labels is named by `{option}`"
+
+
+def _from_first_frame(sample: pl.Series, grammars: Sequence[Grammar]) -> pl.Series:
+    """Returns the first lines of a log that begins with many lines that are no frames, which become null."""
+    others = {pattern for grammar in grammars for pattern in (grammar.error_frame, grammar.xl_frame, grammar.no_row)}
+    left_out = sample.str.contains(_COMMENT).fill_null(True)
+    for pattern in others - {""}:
+        left_out |= sample.str.contains(pattern).fill_null(True)
+    begin = int((~left_out).arg_max() or 0)
+    return sample.set(left_out, None).head(begin + RECOGNISED_LINES)
 
 
 def _best_of(grammars: Sequence[Grammar], first: pl.Series, settings: CanDatasetSettings) -> tuple[Grammar, ParsedRows]:

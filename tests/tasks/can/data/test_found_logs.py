@@ -186,3 +186,31 @@ def test_a_time_that_no_clock_shows_is_malformed(time: str, tmp_path: Path) -> N
     text = "time;id;data\n" + f"{good};0x100;00\n" * 3 + f"{time};0x100;00\n"
     reader, frames = read(text, tmp_path, max_malformed=1.0)
     assert (len(frames), reader.report.reasons) == (3, {"the timestamp is not a number": 1})
+
+
+CANDUMP_ROW = "({time:.6f}) can0 12A#0001\n"
+ERROR_ROW = "({time:.6f}) can0 20000080#0000000000000000\n"
+ASC_ROW = " {time:.6f} 1  12A             Rx   d 2 00 01\n"
+ASC_EVENT = " {time:.6f} 1  Statistic: D 10 R 0 XD 0 XR 0 E 0 O 0 B 4.3%\n"
+TRC_ROW = " {number:5d}) {time:11.1f}  Rx     012A  2  00 01\n"
+TRC_EVENT = " {number:5d}) {time:11.1f}  Warng  FFFFFFFF  4  00 00 00 08 BUSHEAVY\n"
+
+
+@pytest.mark.parametrize("lines", [990, 1500, 4000])
+@pytest.mark.parametrize(
+    ("head", "event", "between", "row", "name"),
+    [
+        ("", ERROR_ROW, "", CANDUMP_ROW, "candump"),
+        ("", "# a comment\n", "time,id,data\n", "{time},12A,0001\n", "columns"),
+        ("base hex  timestamps absolute\n", ASC_EVENT, "", ASC_ROW, "asc"),
+        (";$FILEVERSION=1.1\n", TRC_EVENT, "", TRC_ROW, "trc"),
+    ],
+)
+def test_a_log_may_begin_with_many_lines_that_are_no_frames(
+    head: str, event: str, between: str, row: str, name: str, lines: int, tmp_path: Path
+) -> None:
+    begin = "".join(event.format(number=i, time=0.1) for i in range(lines))
+    rows = "".join(row.format(number=lines + i, time=1.0 + i) for i in range(60))
+    reader, frames = read(head + begin + between + rows, tmp_path)
+    assert (reader.format, len(frames), reader.report.malformed) == (name, 60, 0)
+    assert frames[0][1:] == (0x12A, "0001", 0)
