@@ -37,6 +37,7 @@ from can_train_tasks.can.settings import MISSING_WORDS, RECORDINGS, CanDatasetSe
 
 TIME_RUNS_BACKWARDS: Final = f"time runs backwards by more than {CLOCK_JITTER_S * 1000:g} ms"
 MAX_JITTER_SHARE: Final = 0.5  # share of the frames that may step back by a clock's jitter; above, a log is reversed
+_MIN_CLOCK_FRAMES: Final = 50  # frames that no bus sends within one step of a clock
 _MAX_EXAMPLES: Final = 3
 _MAX_CHANNELS: Final = 4  # channels that a notice names
 _MAX_LOST: Final = 6  # CAN IDs, and labels, of malformed rows that a notice names
@@ -410,6 +411,8 @@ class ReadReport:
     frames: int = 0  # frames that were read
     malformed: int = 0  # rows that are no frame and were left out
     reasons: Counter[str] = field(default_factory=Counter)  # malformed rows by reason
+    first_s: float | None = None  # time of the first frame
+    has_clock: bool = False  # whether any frame has another time than the first one
     backwards: int = 0  # frames that step back in time by more than `CLOCK_JITTER_S`; not left out
     jitter: int = 0  # frames that step back in time by less; not left out
     largest_jitter_s: float = 0.0
@@ -446,6 +449,9 @@ class ReadReport:
         if self.may_be_differences and len(self.first_times) < MOST_ROWS:
             self.first_times += rows.timestamp[: MOST_ROWS - len(self.first_times)].tolist()
         self.frames += len(rows.timestamp)
+        if len(rows.timestamp):
+            self.first_s = float(rows.timestamp[0]) if self.first_s is None else self.first_s
+            self.has_clock = self.has_clock or bool((rows.timestamp != self.first_s).any())
         self.malformed += len(rows.malformed)
         self.error_frames += rows.error_frames
         self.xl_frames += rows.xl_frames
@@ -470,8 +476,8 @@ class ReadReport:
         """Checks that a log has few faults.
 
         Raises:
-            DataError: More rows are bad than allowed, time runs backwards throughout, the times are differences from
-                line to line, or there is no frame at all.
+            DataError: More rows are bad than allowed, time runs backwards throughout or stands still, the times are
+                differences from line to line, or there is no frame at all.
         """
         if are_differences(np.array(self.first_times), final=True):
             raise DataError("The times of the log are differences from line to line, as `candump -t d` prints",
@@ -496,6 +502,11 @@ class ReadReport:
                             value=f"{self.path} steps back at {self.jitter:,} of {counted(self.frames, 'frame')}",
                             remedy="Sort the log by time; if its times are differences, as of `candump -t d`, record "
                                    "times of a clock: `candump -t a`")  # fmt: skip
+        if self.frames >= _MIN_CLOCK_FRAMES and not self.has_clock:
+            told = f"all {counted(self.frames, 'frame')} of {self.path} have the time {self.first_s:.15g}"
+            raise DataError("The clock of the log stands still", value=told,
+                            remedy="Record the log with the times of a clock, or name the column of the times: "
+                                   "`--set dataset.columns.timestamp=NAME`")  # fmt: skip
         if not self.frames and self.chosen_channel and self.channels:
             raise DataError("dataset.channel is no interface of the log",
                             value=f"{self.chosen_channel}; {self.path} has {self._named_channels()}",

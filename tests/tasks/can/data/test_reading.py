@@ -484,6 +484,17 @@ def test_too_many_malformed_rows_are_refused_with_file_line_reason_and_remedy(tm
     assert len(read(path, CanDatasetSettings(max_malformed=0.02)).frames) == 200
 
 
+@pytest.mark.parametrize("time", ["0.000000", "1700000000.000000"])
+def test_a_clock_that_stands_still_is_refused(time: str, tmp_path: Path) -> None:
+    path = write_log(tmp_path / "log", f"({time}) can0 12A#00\n" * 60)
+    with pytest.raises(DataError, match=r"clock of the log stands still: all 60 frames of .* time 1?[07]+\.") as caught:
+        read(path, block_bytes=100)
+    assert "dataset.columns.timestamp=NAME" in caught.value.remedy
+    path.write_text(path.read_text() + "(1700000000.5) can0 12A#00\n")
+    assert len(read(path, block_bytes=100).frames) == 61
+    assert len(read_text(f"({time}) can0 12A#00\n" * 10).frames) == 10
+
+
 def test_exactly_the_allowed_share_of_malformed_rows_is_read(tmp_path: Path) -> None:
     path = write_log(tmp_path / "log.csv", car_hacking(TRAFFIC[:198]) + "nonsense\n" * 2)
     assert read(path).reader.report.malformed == 2
