@@ -18,7 +18,16 @@ from can_train.reporter import Reporter
 from can_train_tasks.can.data import graphs
 from can_train_tasks.can.data.digests import LogDigest, known_windows
 from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Ints, SourceFile, Split, counted
-from can_train_tasks.can.data.layout import LOG, TEST, HashedLog, LogFile, drop_duplicates, find_logs, hash_logs
+from can_train_tasks.can.data.layout import (
+    LOG,
+    TEST,
+    HashedLog,
+    LogFile,
+    drop_duplicates,
+    find_logs,
+    hash_logs,
+    unread_notes,
+)
 from can_train_tasks.can.data.log_text import changed_log
 from can_train_tasks.can.data.reading import LogReader, decide_bases
 from can_train_tasks.can.data.sidecars import find_sidecar
@@ -61,8 +70,16 @@ def load_data(dataset: CanDatasetSettings, data_root: Path, cache_dir: Path, rep
     Raises:
         DataError: A log cannot be read, or is too short.
     """
-    logs = find_logs(simulate_if_synthetic(dataset, cache_dir, reporter), data_root)
-    return prepare(dataset, logs, cache_dir, reporter)
+    placed = simulate_if_synthetic(dataset, cache_dir, reporter)
+    logs = find_logs(placed, data_root)
+    return with_notices(prepare(dataset, logs, cache_dir, reporter), unread_notes(placed, data_root), reporter)
+
+
+def with_notices(data: CanData, notices: Sequence[str], reporter: Reporter) -> CanData:
+    """Prints notices, and adds them to those of the data."""
+    for notice in notices:
+        reporter.notice(notice)
+    return replace(data, notices=(*data.notices, *notices))
 
 
 def simulate_if_synthetic(dataset: CanDatasetSettings, cache_dir: Path, reporter: Reporter) -> CanDatasetSettings:

@@ -3,10 +3,12 @@
 This module imports quickly: a submission uses it to look for duplicate runs.
 """
 
+import codecs
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -40,7 +42,7 @@ UNNAMED_ATTACK: Final = "attack"  # the kind of attacks where the log's name giv
 # Folders under the data root: none, or the clone of either release's repository.
 _COLLECTIONS: Final = ("", "can-train-and-test-v1.5", "can-train-and-test")
 _LOG_NAME: Final = re.compile(
-    r"(?P<stem>[^.].*)\.(?:(?:csv|txt|log|asc|trc|pcap|pcapng)(?:\.(?:gz|bz2|xz|zst))?|blf|mf4|db|parquet)",
+    r"(?P<stem>[^.].*)\.(?:(?:csv|tsv|txt|dat|log|asc|trc|pcap|pcapng)(?:\.(?:gz|bz2|xz|zst))?|blf|mf4|db|parquet)",
     re.IGNORECASE,
 )
 _RAW: Final = "raw"  # X-CANIDS: frames in raw, signals in signal
@@ -48,6 +50,14 @@ _ROAD: Final = ("ambient", "attacks")
 # X-CANIDS: dump6-susp-2B0h.
 _XCANIDS_KIND: Final = re.compile(r"dump\d+-(?P<kind>[a-z]+)(?:-.*)?", re.IGNORECASE)
 _SYNCAN_KIND: Final = re.compile(r"test_(?P<kind>continuous|flooding|plateau|playback|suppress)")
+# Endings of files that lie beside logs and are none, so that nobody expects them to be read.
+_BESIDE_LOGS: Final = frozenset(
+    {".json", ".md", ".rst", ".pdf", ".html", ".htm", ".xml", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".dbc", ".kcd",
+     ".py", ".ipynb", ".m", ".sh", ".bat", ".png", ".jpg", ".jpeg", ".svg", ".gif", ".doc", ".docx", ".odt", ".tex",
+     ".bib", ".md5", ".sha1", ".sha256", ".sig"}
+)  # fmt: skip
+_SNIFFED_BYTES: Final = 2**16
+_MAX_NAMED: Final = 4  # files that a note names
 _DOCUMENT: Final = re.compile(r"(?:read[-_]?me|licen[cs]e)(?![a-z])", re.IGNORECASE)  # .txt files beside the logs
 # can-train-and-test: DoS-1, force-neutral-2, fuzzing-train.
 _NUMBERED_KIND: Final = re.compile(r"(?P<kind>[a-z]+(?:-[a-z]+)*?)(?:-train|-test)?(?:-\d+)?", re.IGNORECASE)
@@ -196,26 +206,73 @@ def _places_of_logs(folder: Path) -> list[Path]:
 
 
 def _logs_below(folder: Path) -> list[Path]:
-    logs = []
-    for path in chain.from_iterable(place.rglob("*") for place in _places_of_logs(folder)):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        named = not hidden and _LOG_NAME.fullmatch(path.name) and not _DOCUMENT.match(path.name)
-        if not named or not path.is_file():
-            continue
-        # Other programs leave databases in folders, too. The beginning has the names of the columns of python-can's
-        # table; the reader of a database raises the error if it cannot be read.
-        with suppress(OSError), path.open("rb") as file:
-            if path.suffix.lower() == ".db" and b"arbitration_id" not in file.read(2**16):
-                continue
-        logs.append(path)
+    logs = [path for path in _files_below(folder) if _is_log(path)]
     if not logs:
         raise MissingDataError(
             f"{folder} holds no logs",
-            value="files named *.csv, *.txt, *.log, *.asc, *.trc, *.pcap or *.pcapng, or these with .gz, .bz2, .xz or "
-            ".zst, or *.blf, *.mf4, *.parquet or *.db",
+            value="files named *.csv, *.tsv, *.txt, *.dat, *.log, *.asc, *.trc, *.pcap or *.pcapng, or these with .gz, "
+            ".bz2, .xz or .zst, or *.blf, *.mf4, *.parquet or *.db",
             remedy="Put the logs there, or give --dataset the path of another folder or of one file",
         )
     return sorted(logs, key=lambda log: log.relative_to(folder).as_posix())
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yields the files that are not hidden; each folder is visited once, through a link only if it lies elsewhere."""
+    seen: set[Path] = set()
+    pending, links = deque(_places_of_logs(folder)), deque[Path]()
+    while pending or links:
+        place = (pending or links).popleft()
+        real = place.resolve()
+        if real in seen:
+            continue
+        seen.add(real)
+        with suppress(OSError):  # a folder that the person may not read
+            for path in sorted(place.iterdir()):
+                if path.name.startswith("."):
+                    continue
+                if path.is_dir():
+                    (links if path.is_symlink() else pending).append(path)
+                elif path.is_file():
+                    yield path
+
+
+def _is_log(path: Path) -> bool:
+    if not _LOG_NAME.fullmatch(path.name) or _DOCUMENT.match(path.name):
+        return False
+    if path.suffix.lower() not in (".db", ".dat"):
+        return True
+    # Other programs leave databases and data in folders, too. The beginning of a database has the names of the columns
+    # of python-can's table, and text has no null bytes. The reader raises the error if the file cannot be read.
+    with suppress(OSError), path.open("rb") as file:
+        start = file.read(_SNIFFED_BYTES)
+        if path.suffix.lower() == ".db":
+            return b"arbitration_id" in start
+        return start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" not in start
+    return True
+
+
+def unread_notes(dataset: CanDatasetSettings, data_root: Path) -> list[str]:
+    """Names, in a sentence, the files in a data set's folders that are not read; no sentence without such files.
+
+    Files that usually lie beside logs, such as documents, are not named. Raises as `find_logs` does.
+    """
+    place = _place(dataset, data_root)
+    if place.is_file():
+        return []
+    parts = sorted(part for role in (TRAIN, TEST) for part in place.glob(f"{role}_*") if part.is_dir())
+    files = chain.from_iterable(map(_files_below, parts or [place]))
+    unread = [path for path in files if not _is_log(path) and not _lies_beside_logs(path)]
+    if not unread:
+        return []
+    named = ", ".join(path.relative_to(place).as_posix() for path in unread[:_MAX_NAMED])
+    more = f" and {len(unread) - _MAX_NAMED:,} more" if len(unread) > _MAX_NAMED else ""
+    files_were = "1 file was" if len(unread) == 1 else f"{len(unread):,} files were"
+    return [f"{files_were} not read as logs: {named}{more}; a file of any name is read where --dataset names it"]
+
+
+def _lies_beside_logs(path: Path) -> bool:
+    return path.suffix.lower() in _BESIDE_LOGS or bool(_DOCUMENT.match(path.name))
 
 
 @dataclass(frozen=True, kw_only=True)

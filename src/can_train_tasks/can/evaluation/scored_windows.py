@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from can_train.config.resolved import EvaluationData, FinishedModel
 from can_train.errors import ConfigError
 from can_train.io.records import expanded
-from can_train_tasks.can.data.dataset import CanData, load_data, prepare, simulate_if_synthetic
+from can_train_tasks.can.data.dataset import CanData, load_data, prepare, simulate_if_synthetic, with_notices
 from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints
-from can_train_tasks.can.data.layout import find_evaluation_logs
+from can_train_tasks.can.data.grammar import ATTACK_WORDS
+from can_train_tasks.can.data.layout import find_evaluation_logs, unread_notes
 from can_train_tasks.can.data.log_text import LogText
-from can_train_tasks.can.data.reading import ATTACK_WORDS, LogReader
+from can_train_tasks.can.data.reading import LogReader
 from can_train_tasks.can.data.recordings import recording_format
 from can_train_tasks.can.evaluation.live_input import choose, with_columns_of
 from can_train_tasks.can.inputs import read_as_trained
@@ -54,11 +55,13 @@ def windows_of(
     if own_split:
         return load_data(dataset, request.data_root, request.cache, request.reporter), replace(request, own=True)
     dataset = read_as_trained(dataset, finished.result["judgement"])
-    logs = find_evaluation_logs(simulate_if_synthetic(dataset, request.cache, request.reporter), request.data_root)
+    placed = simulate_if_synthetic(dataset, request.cache, request.reporter)
+    logs = find_evaluation_logs(placed, request.data_root)
     dataset, notes = as_recorded(trained, dataset, [log.path for log in logs], chosen)
     for note in notes:
         request.reporter.notice(note)
     data = prepare(dataset, logs, request.cache, request.reporter)
+    data = with_notices(data, unread_notes(placed, request.data_root), request.reporter)
     return data, replace(request, dataset=dataset, own=False)
 
 

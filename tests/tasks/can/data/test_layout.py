@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from can_train.errors import ConfigError, MissingDataError
-from can_train_tasks.can.data.layout import LogFile, attack_kind, find_logs
+from can_train_tasks.can.data.layout import LogFile, attack_kind, find_logs, unread_notes
 from can_train_tasks.can.settings import CanDatasetSettings
 
 NEWER = (
@@ -130,6 +130,42 @@ def test_another_folder_gives_every_log_below_it_a_group_of_its_own(tmp_path: Pa
     ]  # fmt: skip
 
 
+def test_tables_with_tabs_and_texts_named_dat_are_logs(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").touch()
+    (tmp_path / "b.dat").write_text("1.5,0316,1,05,R\n")
+    (tmp_path / "c.DAT").write_text("1.5,0316,1,05,R\n", encoding="utf-16")
+    (tmp_path / "d.dat").write_bytes(bytes(range(200)))
+    assert [log.group for log in by_path(tmp_path)] == ["a.tsv", "b.dat", "c.DAT"]
+
+
+def test_linked_folders_are_followed_once_and_without_end(tmp_path: Path) -> None:
+    lay_out(tmp_path, ("logs/a.csv", "logs/sub/b.csv", "elsewhere/c.csv", "elsewhere/deep/d.csv"))
+    for link, target in (("far", "elsewhere"), ("loop", "logs"), ("sub/up", "logs"), ("again", "logs/sub")):
+        (tmp_path / "logs" / link).symlink_to(tmp_path / target)
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "logs")
+    groups = [log.group for log in by_path(tmp_path / "logs")]
+    assert groups == ["a.csv", "far/c.csv", "far/deep/d.csv", "sub/b.csv"]
+
+
+def test_files_that_are_no_logs_are_named_except_those_that_lie_beside_logs(tmp_path: Path) -> None:
+    lay_out(tmp_path, ("a.csv", "README.txt", "x.pdf", "car.dbc", "capture_metadata.json", ".hidden.bak"))
+    wanted = CanDatasetSettings(path=str(tmp_path))
+    assert unread_notes(wanted, tmp_path) == []
+    lay_out(tmp_path, tuple(f"b/{number}.log.bak" for number in range(7)))
+    (note,) = unread_notes(wanted, tmp_path)
+    assert note == (
+        "7 files were not read as logs: b/0.log.bak, b/1.log.bak, b/2.log.bak, b/3.log.bak and 3 more; "
+        "a file of any name is read where --dataset names it"
+    )
+    assert unread_notes(CanDatasetSettings(path=str(tmp_path / "a.csv")), tmp_path) == []
+
+
+def test_files_that_are_no_logs_are_named_in_the_folders_of_a_layout(tmp_path: Path) -> None:
+    lay_out(tmp_path / "set_01", (*NEWER, "train_01_attack_free/more.zip", "results.xlsx"))
+    (note,) = unread_notes(CanDatasetSettings(name="set_01"), tmp_path)
+    assert note.startswith("1 file was not read as logs: train_01_attack_free/more.zip; ")
+
+
 def test_hidden_files_documents_and_other_suffixes_are_no_logs(tmp_path: Path) -> None:
     lay_out(
         tmp_path,
@@ -139,7 +175,7 @@ def test_hidden_files_documents_and_other_suffixes_are_no_logs(tmp_path: Path) -
             ".cache/c.csv",
             "README.txt",
             "LICENSE.txt",
-            "d.dat",
+            "d.data",
             "thumbs.db",
             "e.csv.zip",
             "deep/er/f.txt",
