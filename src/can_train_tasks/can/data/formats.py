@@ -182,7 +182,8 @@ class _Header:
     def other_names(self) -> list[str]:
         """Names of the columns that may have labels: columns without a role that no known tool writes."""
         return [name for column, name in self.unrecognised.items()
-                if plain_name(name) not in _OTHER_NAMES and not _grows(self.cells[column])]  # fmt: skip
+                if plain_name(name) not in known and not _grows(self.cells[column])]  # fmt: skip
+        known = _OTHER_NAMES | {name for role, names in _COLUMN_NAMES.items() if role != "label" for name in names}
 
     def name_of(self, role: str) -> str:
         """Returns the name of a role's column, the first of several."""
@@ -576,10 +577,10 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
         raise DataError(f"The column {header.name_of(role)!r} does not hold the {role} of the CSV log's frames",
                         value=f"{path}:{position + 1}: {shortened(line)!r}: {reason}",
                         remedy=_name_column(header, role))  # fmt: skip
-    # All lines tell the unit: the first ones may be of a flood alone.
-    needs_unit = settings.time_unit == "auto" and not best.unit_known and not best.dated
-    timed = parse_rows(sample, best) if needs_unit else parsed
-    grammar, rows = with_unit(best, settings.time_unit, timed, sample), parsed
+    # The periods of IDs tell the unit. A log may begin with a flood: few IDs among the first lines need more lines.
+    is_told = len(np.unique(parsed.can_id)) >= _FEW_IDS
+    lines, timed = (first, parsed) if is_told else (sample, parse_rows(sample, best))
+    grammar, rows = with_unit(best, settings.time_unit, timed, lines), parsed
     unlabelled = rows.label is None or rows.label.null_count() == len(rows.label)
     pattern, channel = grammar.usual if grammar.usual and unlabelled else grammar.pattern, ""
     if rows.channel is not None and rows.channel.n_unique() == 1 and rows.channel[0] is not None:

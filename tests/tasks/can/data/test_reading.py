@@ -429,7 +429,7 @@ def test_several_columns_that_may_have_labels_are_told_and_those_of_known_tools_
     (note,) = read_text(text).reader.report.summary()
     assert "its columns 'score', 'verdict' are not recognised" in note
     assert "`--set dataset.columns.label=NAME`" in note
-    assert read_text(text.replace(",score,verdict", "").replace(",0,1,2", ",0")).reader.report.summary() == []
+    assert read_text(text.replace(",score,verdict", ",ts,Bus").replace("12A", "0x12A")).reader.report.summary() == []
 
 
 @pytest.mark.parametrize(
