@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
 import polars as pl
 
 from can_train.errors import DataError, unknown_name
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 RECOGNISED_LINES: Final = 1000  # enough to outvote damaged rows, parsed by all grammars in milliseconds
 RECOGNISED_SHARE: Final = 0.5  # least share of well-formed rows: with a smaller share, the grammar matches by accident
 
+_FEW_IDS: Final = 8  # fewer IDs than any vehicle's bus has
 _COMMENT: Final = "^[ \\t]*#"
 _CUT_OFF_SHARE: Final = 0.01  # share of the rows that may have lost their label
 _DELIMITERS: Final = ",;\t"
@@ -181,9 +183,9 @@ class _Header:
     @property
     def other_names(self) -> list[str]:
         """Names of the columns that may have labels: columns without a role that no known tool writes."""
+        known = _OTHER_NAMES | {name for role, names in _COLUMN_NAMES.items() if role != "label" for name in names}
         return [name for column, name in self.unrecognised.items()
                 if plain_name(name) not in known and not _grows(self.cells[column])]  # fmt: skip
-        known = _OTHER_NAMES | {name for role, names in _COLUMN_NAMES.items() if role != "label" for name in names}
 
     def name_of(self, role: str) -> str:
         """Returns the name of a role's column, the first of several."""
