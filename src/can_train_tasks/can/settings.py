@@ -109,7 +109,7 @@ class CanDatasetSettings:
     format: str = "auto"
     """A name of `FORMATS` or `RECORDINGS`, or `auto`."""
     columns: ColumnSettings = field(default_factory=ColumnSettings)
-    """Column names of a CSV file with a header."""
+    """Column names of a CSV file with a header, or of a parquet file."""
     id_base: str = "auto"
     """Whether IDs of a CSV file with a header are written in hexadecimal or decimal."""
     byte_base: str = "auto"
