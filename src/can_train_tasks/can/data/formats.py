@@ -52,6 +52,7 @@ from can_train_tasks.can.settings import BENIGN_WORDS, MISSING_WORDS
 if TYPE_CHECKING:
     from can_train_tasks.can.settings import CanDatasetSettings, ColumnSettings
 
+NO_ROWS: Final = "The log holds no rows"
 RECOGNISED_LINES: Final = 1000  # enough to outvote damaged rows, parsed by all grammars in milliseconds
 RECOGNISED_SHARE: Final = 0.5  # least share of well-formed rows: with a smaller share, the grammar matches by accident
 
@@ -567,7 +568,7 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
         best, parsed = _best_of(grammars, first, settings)
     num_rows = len(parsed.position) + len(parsed.malformed)
     if num_rows == 0:
-        raise DataError("The log holds no rows", value=str(path), remedy="Give another log")
+        raise DataError(NO_ROWS, value=str(path), remedy="Give another log")
     if len(parsed.position) < RECOGNISED_SHARE * num_rows:
         if settings.format == "auto" and not best.header:
             _refuse_missing_column(header, path)

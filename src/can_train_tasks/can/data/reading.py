@@ -20,7 +20,16 @@ from numpy.typing import NDArray
 
 from can_train.errors import DataError
 from can_train_tasks.can.data.clocks import CLOCK_JITTER_S, MOST_ROWS, LogClock, are_differences, may_be_differences
-from can_train_tasks.can.data.formats import NumberTexts, column_roles, number_texts, recognise, set_option, shortened
+from can_train_tasks.can.data.formats import (
+    NO_ROWS,
+    NumberTexts,
+    Recognised,
+    column_roles,
+    number_texts,
+    recognise,
+    set_option,
+    shortened,
+)
 from can_train_tasks.can.data.grammar import (
     ATTACK_WORDS,
     MAX_TIME_S,
@@ -37,6 +46,7 @@ from can_train_tasks.can.settings import MISSING_WORDS, RECORDINGS, CanDatasetSe
 
 TIME_RUNS_BACKWARDS: Final = f"time runs backwards by more than {CLOCK_JITTER_S * 1000:g} ms"
 MAX_JITTER_SHARE: Final = 0.5  # share of the frames that may step back by a clock's jitter; above, a log is reversed
+_HEADING_LINES: Final = 100  # lines that tell the base and the columns of a log
 _MIN_CLOCK_FRAMES: Final = 50  # frames that no bus sends within one step of a clock
 _MAX_EXAMPLES: Final = 3
 _MAX_CHANNELS: Final = 4  # channels that a notice names
@@ -83,11 +93,27 @@ class _TextLog:
         self._path = path
         self._text, self.typed = _open_text(path, settings, block_bytes)
         settings = replace(settings, **self.typed)  # type: ignore[arg-type]
-        self.grammar, self._narrow, self.channel, self.other_columns = recognise(self._text.first_lines, settings, path)
+        self.grammar, self._narrow, self.channel, self.other_columns = self._recognised(settings)
         if settings.channel:
             self._narrow = None
         self._clock = LogClock(self.grammar)
         self.line_bytes = self._text.line_bytes
+
+    def _recognised(self, settings: CanDatasetSettings) -> Recognised:
+        """Recognises the format by the first lines; by later ones if the log begins with megabytes of error frames."""
+        first = self._text.first_lines
+        try:
+            return recognise(first, settings, self._path)
+        except DataError as error:
+            if error.rule != NO_ROWS:
+                raise
+            for _, lines in self._text.blocks():
+                try:
+                    return recognise(pl.concat([first.head(_HEADING_LINES), lines]), settings, self._path)
+                except DataError as later:
+                    if later.rule != NO_ROWS:
+                        raise
+            raise
 
     def blocks(self) -> Iterator[Block]:
         self._clock = LogClock(self.grammar)

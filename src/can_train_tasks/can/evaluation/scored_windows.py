@@ -15,8 +15,8 @@ from can_train.config.resolved import EvaluationData, FinishedModel
 from can_train.errors import ConfigError
 from can_train.io.records import expanded
 from can_train_tasks.can.data.dataset import CanData, load_data, prepare, simulate_if_synthetic, with_notices
-from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints
 from can_train_tasks.can.data.grammar import ATTACK_WORDS
+from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints
 from can_train_tasks.can.data.layout import find_evaluation_logs, unread_notes
 from can_train_tasks.can.data.log_text import LogText
 from can_train_tasks.can.data.reading import LogReader

@@ -196,7 +196,7 @@ TRC_ROW = " {number:5d}) {time:11.1f}  Rx     012A  2  00 01\n"
 TRC_EVENT = " {number:5d}) {time:11.1f}  Warng  FFFFFFFF  4  00 00 00 08 BUSHEAVY\n"
 
 
-@pytest.mark.parametrize("lines", [990, 1500, 4000])
+@pytest.mark.parametrize("lines", [990, 1500, 4000, 60_000])
 @pytest.mark.parametrize(
     ("head", "event", "between", "row", "name"),
     [
