@@ -567,7 +567,7 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
         first = _from_first_frame(sample, grammars)
         best, parsed = _best_of(grammars, first, settings)
     num_rows = len(parsed.position) + len(parsed.malformed)
-    if num_rows == 0:
+    if num_rows == 0 or (not len(parsed.position) and first.null_count() > len(first) / 2):
         raise DataError(NO_ROWS, value=str(path), remedy="Give another log")
     if len(parsed.position) < RECOGNISED_SHARE * num_rows:
         if settings.format == "auto" and not best.header:
@@ -605,12 +605,15 @@ def _told_columns(header: _Header) -> str:
 
 def _from_first_frame(sample: pl.Series, grammars: Sequence[Grammar]) -> pl.Series:
     """Returns the first lines of a log that begins with many lines that are no frames, which become null."""
-    others = {pattern for grammar in grammars for pattern in (grammar.error_frame, grammar.xl_frame, grammar.no_row)}
     left_out = sample.str.contains(_COMMENT).fill_null(True)
-    for pattern in others - {""}:
-        left_out |= sample.str.contains(pattern).fill_null(True)
-    begin = int((~left_out).arg_max() or 0)
-    return sample.set(left_out, None).head(begin + RECOGNISED_LINES)
+    for pattern in {grammar.no_row for grammar in grammars} - {""}:
+        # ASC takes every line that begins with a letter for no row; it may be a row of another format.
+        left_out |= sample.str.contains(pattern) & ~sample.str.contains("^[ \\t]*[A-Za-z]")
+    for pattern in {pattern for grammar in grammars for pattern in (grammar.error_frame, grammar.xl_frame)} - {""}:
+        left_out |= sample.str.contains(pattern)
+    left_out = left_out.fill_null(True)
+    num_lines = int(((~left_out).cum_sum() <= RECOGNISED_LINES).sum())
+    return sample.set(left_out, None).head(num_lines)
 
 
 def _best_of(grammars: Sequence[Grammar], first: pl.Series, settings: CanDatasetSettings) -> tuple[Grammar, ParsedRows]:

@@ -204,6 +204,7 @@ TRC_EVENT = " {number:5d}) {time:11.1f}  Warng  FFFFFFFF  4  00 00 00 08 BUSHEAV
         ("", "# a comment\n", "time,id,data\n", "{time},12A,0001\n", "columns"),
         ("base hex  timestamps absolute\n", ASC_EVENT, "", ASC_ROW, "asc"),
         (";$FILEVERSION=1.1\n", TRC_EVENT, "", TRC_ROW, "trc"),
+        ("", "# a comment\n", "", "Timestamp: {time:.6f}  ID: 012a  000  DLC: 2  00 01\n", "hcrl_text"),
     ],
 )
 def test_a_log_may_begin_with_many_lines_that_are_no_frames(

@@ -240,7 +240,10 @@ def test_rows_that_are_bad_in_a_part_are_said_and_no_error_yet(tmp_path: Path, l
         (b"one,two\n" * 3_300_000, "is in none of the formats"),
         (b"\x1f\x8b" + bytes(10_000_000), "is no whole gzip file"),
         (b"timestamp,arbitration_id,data_field,attack\n0.1,123,00,0\n", "a window needs 100"),
-        (b"timestamp,arbitration_id,data_field\n" + b"0.1,123,00\n" * 2_400_000, "no training log has any"),
+        (
+            b"timestamp,arbitration_id,data_field\n" + b"0.1,123,00\n" * 2_400_000 + b"0.2,123,00\n",
+            "no training log has any",
+        ),
     ],
     ids=["empty", "binary", "no format", "no gzip", "short", "unlabelled"],
 )
