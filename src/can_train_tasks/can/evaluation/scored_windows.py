@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from can_train.config.resolved import EvaluationData, FinishedModel
@@ -20,7 +21,7 @@ from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints
 from can_train_tasks.can.data.layout import find_evaluation_logs, unread_notes
 from can_train_tasks.can.data.log_text import LogText
 from can_train_tasks.can.data.reading import LogReader
-from can_train_tasks.can.data.recordings import recording_format
+from can_train_tasks.can.data.recordings import TableText, recording_format
 from can_train_tasks.can.evaluation.live_input import choose, with_columns_of
 from can_train_tasks.can.inputs import read_as_trained
 from can_train_tasks.can.settings import CanDatasetSettings
@@ -123,17 +124,24 @@ def as_recorded(
 _TOLD: Final = "told"
 
 
+def _first_lines(path: Path) -> pl.Series | None:
+    """Returns the first lines of a log of text or of a table; None where its format has no columns."""
+    kind = recording_format(path)
+    if kind == "parquet":
+        return TableText(path).first_lines
+    return None if kind else LogText(path).first_lines
+
+
 def _columns(path: Path, wanted: CanDatasetSettings) -> str:
-    if recording_format(path):
+    if (lines := _first_lines(path)) is None:
         return _TOLD
-    fits = with_columns_of(LogText(path).first_lines, wanted).columns == wanted.columns
+    fits = with_columns_of(lines, wanted).columns == wanted.columns
     return "" if fits else f"the header of {path.name} does not name them"
 
 
 def _time_unit(path: Path, wanted: CanDatasetSettings) -> str:
-    if recording_format(path):
-        return _TOLD
-    choice = choose(LogText(path).first_lines.to_list(), wanted)
+    lines = _first_lines(path)
+    choice = None if lines is None else choose(lines.to_list(), wanted)
     if choice is None or choice.tells_unit():
         return _TOLD
     if choice.may_be_in(wanted.time_unit):
