@@ -1,10 +1,12 @@
 """Which settings of a run say how other logs are read."""
 
+import io
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
 from can_train.reporter import SilentReporter
@@ -58,6 +60,17 @@ def test_settings_that_fit_a_log_stay(tmp_path: Path) -> None:
     assert adapted(path, **trained) == (replace(USUAL, **trained), [])
     set_anew = replace(USUAL, time_unit="ms")
     assert as_recorded(replace(USUAL, time_unit="us"), set_anew, [path]) == (set_anew, [])
+
+
+def test_the_columns_and_the_unit_of_a_table_stay(tmp_path: Path) -> None:
+    path = tmp_path / "drive.parquet"
+    text = rows(injected_frames(400), "Zeit;ECU;Daten;Art", ticks=1_000)
+    pl.read_csv(io.StringIO(text), separator=";").write_parquet(path)
+    trained = {"columns": COLUMNS, "time_unit": "ms"}
+    assert adapted(path, **trained) == (replace(USUAL, **trained), [])
+    assert [note.partition(":")[0] for note in adapted(path, columns=ColumnSettings(id="Steuer"))[1]] == [
+        "The run's dataset.columns was not used"
+    ]
 
 
 def test_only_an_interface_of_the_log_is_read_unless_the_command_line_names_another(tmp_path: Path) -> None:
