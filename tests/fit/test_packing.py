@@ -82,6 +82,24 @@ def test_a_prime_batch_is_cut_unevenly_rather_than_one_by_one() -> None:
     assert solve_accumulation(127, 64, divisor=True) == (1,) * 127
 
 
+@pytest.mark.parametrize(
+    ("desired", "limit", "divisor", "remedy"),
+    [
+        (1_000_000_007, 10**6, True, "Give divisor=False, or a batch whose size has a larger divisor"),
+        (1_000_000_007, 50, True, "Give divisor=False and limit=101 or more"),
+        (10**7 + 1, 1, False, "Give limit=2 or more"),
+        (10**30, 10, False, "Give limit=1"),
+    ],
+)
+def test_a_batch_of_more_micro_batches_than_can_run_is_refused(
+    desired: int, limit: int, divisor: bool, remedy: str
+) -> None:
+    with pytest.raises(ArgumentError, match="at most 10,000,000 micro-batches") as caught:
+        solve_accumulation(desired, limit, divisor=divisor)
+    assert caught.value.remedy.startswith(remedy)
+    assert len(solve_accumulation(10**7, 1)) == 10**7
+
+
 def test_a_batch_within_the_limit_is_left_whole() -> None:
     assert solve_accumulation(5, 5) == (5,)
     assert solve_accumulation(5, 10**12) == (5,)

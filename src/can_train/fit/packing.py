@@ -28,6 +28,8 @@ ROUNDING: Final = 1e-9  # Relative excess of a cost over a limit that is round-o
 _COST: Final = Feature("cost")
 _FIRST_LOOK: Final = 64  # Samples that the search for the end of a part looks at first; the number doubles from there
 _BISECTIONS: Final = 50  # Halvings of a search for a limit: to 1e-15 of the whole
+# Micro-batches of one logical batch at most: a tuple of so many takes 80 MB, and no step has time to run them.
+_MOST_PARTS: Final = 10**7
 
 
 def solve_accumulation(desired: int, limit: int, *, divisor: bool = False) -> tuple[int, ...]:
@@ -48,7 +50,8 @@ def solve_accumulation(desired: int, limit: int, *, divisor: bool = False) -> tu
         The sizes in samples, largest first: each ≤ `limit`, their sum is `desired`, and no two differ by more than 1.
 
     Raises:
-        ArgumentError: `desired` or `limit` is below 1, or not a whole number.
+        ArgumentError: `desired` or `limit` is below 1, or not a whole number, or there would be more than ten million
+            micro-batches.
     """
     if not isinstance(desired, Integral) or not isinstance(limit, Integral):
         raise ArgumentError("Numbers of samples are whole", value=f"desired {shown(desired)}, limit {shown(limit)}",
@@ -67,8 +70,21 @@ def solve_accumulation(desired: int, limit: int, *, divisor: bool = False) -> tu
         # Divisors come in pairs, the smaller one at most the square root: a billion samples are solved at once.
         pairs = ((low, desired // low) for low in range(1, math.isqrt(desired) + 1) if desired % low == 0)
         count = min(divisor for pair in pairs for divisor in pair if divisor >= count)
+    _check_parts(desired, limit, count, divisor=divisor)
     size, larger = divmod(desired, count)
     return (size + 1,) * larger + (size,) * (count - larger)
+
+
+def _check_parts(desired: int, limit: int, count: int, *, divisor: bool) -> None:
+    """Raises ArgumentError where a logical batch would be cut into too many micro-batches."""
+    if count <= _MOST_PARTS:
+        return
+    if -(-desired // limit) > _MOST_PARTS:
+        remedy = f"Give {'divisor=False and ' * divisor}limit={-(-desired // _MOST_PARTS)} or more, or a smaller batch"
+    else:
+        remedy = "Give divisor=False, or a batch whose size has a larger divisor"
+    raise ArgumentError(f"A batch is cut into at most {_MOST_PARTS:,} micro-batches", remedy=remedy,
+                        value=f"{count:,} of desired {desired} and limit {limit}")  # fmt: skip
 
 
 def batch_totals(features: Sequence[Feature], counts: NDArray[np.float64]) -> NDArray[np.float64]:
