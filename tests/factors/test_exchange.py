@@ -51,6 +51,10 @@ def test_the_four_shapes_are_read_in_any_mix() -> None:
         ('{"k": {"safety_factor": 0.5, "initial_factor_reason": 3}}', "Expected `str`, got `int`"),
         ("[" * 100_000, "nested|recursion"),
         ('{"k": {"safety_factor": 0.5, "runs": [{"x": NaN}]}}', "malformed"), ('{"\\ud800": 0.5}', "surrogate"),
+        ('{"a_b_c": 0.5, "a_b_c": 0.9}', "a_b_c is there twice, as 0.5 and as 0.9"),
+        ('{"a_b_c": {"v100": 0.5, "t4": 0.5, "v100": 0.5}}', "v100 is there twice"),
+        ('{"a_b_c": {"safety_factor": 0.5, "runs": [{"run_id": "a", "run_id": "b"}]}}', "run_id is there twice"),
+        ('{"a_b_c": {"safety_factor": 0.5, "safety\\u005ffactor": 0.9}}', "safety_factor is there twice"),
         ('{"k": ' + "9" * 5000 + "}", "out of range"), ('{"k": 1e999}', "out of range"),
     ],
 )  # fmt: skip

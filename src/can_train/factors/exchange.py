@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -76,7 +77,7 @@ def read_import(file: Path, summaries: Sequence[FactorSummary] = ()) -> Entries:
         # The output of another command: /dev/stdin, or `<(...)`.
         is_piped = file.parts[:2] == ("/", "dev") and file.is_fifo()
         data = file.read_bytes() if is_piped else read_bytes(file)
-        entries = resolve_names(parse_import(msgspec.json.decode(data)), summaries)
+        entries = resolve_names(parse_import(_decoded(data)), summaries)
     except OSError as error:
         rule, remedy = "The file to import cannot be read", "Name a file that can-train factors --export wrote"
         raise DataError(rule, value=f"{file}: {error.strerror or error}", remedy=remedy) from error
@@ -93,6 +94,27 @@ def read_import(file: Path, summaries: Sequence[FactorSummary] = ()) -> Entries:
         for key, devices in entries.items()
     }
     return {key: devices for key, devices in changed.items() if devices}
+
+
+def _decoded(data: bytes) -> Any:
+    """Decodes JSON whose objects have each name once.
+
+    Raises:
+        ValueError: It is no JSON, or an object has a name twice.
+    """
+    values = msgspec.json.decode(data)
+    # msgspec takes the last of the values of a name. Python's reader shows them all.
+    json.loads(data, object_pairs_hook=_checked_names)
+    return values
+
+
+def _checked_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in names:
+            raise ValueError(f"{name} is there twice, as {_shown(names[name])} and as {_shown(value)}")
+        names[name] = value
+    return names
 
 
 def parse_import(values: Any) -> Entries:
