@@ -1,4 +1,6 @@
+import errno
 import math
+import mmap
 import subprocess
 import sys
 
@@ -9,6 +11,7 @@ from can_train.errors import DoesNotFitError
 from can_train.memory.out_of_memory import (
     CatchOutOfMemory,
     headline,
+    is_host_memory,
     is_out_of_memory,
     obtainable_bytes,
     without_others,
@@ -32,6 +35,11 @@ REAL = {
     "TheRock 1054": "HIP out of memory. Tried to allocate 16.00 GiB. GPU 0 has a total capacity of 15.24 GiB of which "
     "15.09 GiB is free. Of the allocated memory 0 bytes is allocated by PyTorch",
     "hip": "HIP error: out of memory\nHIP kernel errors might be asynchronously reported at some other API call",
+    "hip, name alone": "Failed to allocate memory: hipErrorOutOfMemory",
+    "iree 18864": "RESOURCE_EXHAUSTED; HIP driver error 'hipErrorOutOfMemory' (2): out of memory",
+    "hip, older name": "hipErrorMemoryAllocation",
+    "cuda, name alone": "cudaMallocAsync failed: cudaErrorMemoryAllocation",
+    "driver, name alone": "CUDA_ERROR_OUT_OF_MEMORY: out of memory",
     "torch-xpu-ops 1324": "XPU out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 16.50 GiB.",
     "torch-xpu-ops 1598": "Native API failed. Native API returns: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
     "intel-extension-for-pytorch": "Native API failed. Native API returns: -6 (PI_ERROR_OUT_OF_HOST_MEMORY)",
@@ -82,6 +90,8 @@ MENTIONS = {
     "memory format": "required rank 4 tensor to use channels_last memory format",
     "not initialised": "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
     "no engine": "GET was unable to find an engine to execute this computation",
+    "no engine, benchmark": "FIND was unable to find an engine to execute this computation",
+    "hip, other": "hipErrorIllegalAddress",
     "FFT": "cuFFT error: CUFFT_INTERNAL_ERROR",
     "device lost": "level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)",
     "NCCL": "NCCL error in: ProcessGroupNCCL.cpp:1275, unhandled cuda error\nLast error:\n"
@@ -125,6 +135,21 @@ def test_a_real_failure_of_the_cpu_allocator_is_recognised() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**55, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
+
+
+def test_a_refusal_of_the_system_to_map_memory_is_recognised() -> None:
+    with pytest.raises(OSError, match="Cannot allocate memory") as caught:
+        mmap.mmap(-1, 2**62)
+    wrapped = with_cause(RuntimeError("a sample could not be read"), caught.value)
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(wrapped)
+    assert is_host_memory(wrapped)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), OSError("Cannot allocate memory")])
+def test_other_refusals_of_the_system_are_not_one(error: OSError) -> None:
+    assert not is_out_of_memory(error)
+    assert not is_host_memory(error)
 
 
 def test_an_error_that_only_quotes_a_message_is_refused() -> None:

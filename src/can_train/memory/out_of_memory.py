@@ -1,5 +1,6 @@
 """Decides whether an error means that memory ran out, on whichever device and behind whichever wrapper."""
 
+import errno
 import math
 import re
 import sys
@@ -16,7 +17,8 @@ _PATTERNS: Final = (
     (r"(?:^|: )(?:CUDA|HIP|XPU|NPU) out of memory\b", "c10/cuda/CUDACachingAllocator.cpp and its ports"),
     (r"(?:^|: )MPS backend out of memory\b", "aten/src/ATen/mps/MPSAllocator.mm"),
     (r"\b(?:CUDA|HIP)(?: driver)? error: out of memory\b", "c10/cuda/CUDAException.cpp, c10/cuda/driver_api.h"),
-    (r"\bcudaErrorMemoryAllocation: out of memory\b", "CuPy, Thrust and RMM, which put the runtime's name before it"),
+    (r"\b(?:cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY)\b", "cuda.h, driver_types.h; CuPy, RMM and Thrust"),
+    (r"\bhipError(?:OutOfMemory|MemoryAllocation)\b", "hip_runtime_api.h"),
     (r"\bcuda runtime error \(2\) ?: out of memory\b", "THC/THCGeneral.cpp, before torch 1.8"),
     (r"\bTriton Error \[(?:CUDA|HIP)\]: out of memory\b", "triton, third_party/nvidia/backend/driver.c"),
     (r"\bCUDNN_STATUS_ALLOC_FAILED\b", "aten/src/ATen/cudnn/Exceptions.h"),
@@ -65,9 +67,10 @@ _LONGEST: Final = 160  # characters that are quoted of a message that does not s
 def is_out_of_memory(error: BaseException) -> bool:
     """Tells whether an error, or an error in its chain of causes and contexts, is a failed allocation.
 
-    `torch.OutOfMemoryError` and `MemoryError` are recognised by class; runtime errors of CUDA, HIP, XPU, MPS, cuDNN,
-    cuBLAS, cuSPARSE, cuSOLVER, cuFFT, NCCL and the CPU allocator by message, also inside a compiler's wrapper. A
-    `CanTrainError` never counts, with any cause: somebody has handled the out-of-memory already.
+    `torch.OutOfMemoryError` and `MemoryError` are recognised by class, an `OSError` by its number `ENOMEM`; runtime
+    errors of CUDA, HIP, XPU, MPS, cuDNN, cuBLAS, cuSPARSE, cuSOLVER, cuFFT, NCCL and the CPU allocator by message, also
+    inside a compiler's wrapper. A `CanTrainError` never counts, with any cause: somebody has handled the out-of-memory
+    already.
     """
     if isinstance(error, CanTrainError) or not isinstance(error, Exception):
         return False
@@ -76,14 +79,24 @@ def is_out_of_memory(error: BaseException) -> bool:
     classes = (MemoryError, torch.OutOfMemoryError) if torch else (MemoryError,)
     # Torch and its libraries raise RuntimeError; a KeyError or ValueError only quotes such a message.
     return any(
-        isinstance(link, classes) or (isinstance(link, RuntimeError) and _OUT_OF_MEMORY.search(str(link)))
+        isinstance(link, classes)
+        or _is_refused_by_system(link)
+        or (isinstance(link, RuntimeError) and _OUT_OF_MEMORY.search(str(link)))
         for link in error_chain(error)
     )
 
 
 def is_host_memory(error: BaseException) -> bool:
     """Tells whether an out-of-memory error is about the host's memory."""
-    return any(isinstance(link, MemoryError) or _HOST.search(str(link)) is not None for link in error_chain(error))
+    return any(
+        isinstance(link, MemoryError) or _is_refused_by_system(link) or _HOST.search(str(link)) is not None
+        for link in error_chain(error)
+    )
+
+
+def _is_refused_by_system(error: BaseException) -> bool:
+    """Tells whether the system refused memory: to a mapped file, or to a new process."""
+    return isinstance(error, OSError) and error.errno == errno.ENOMEM
 
 
 def headline(error: BaseException) -> str:
