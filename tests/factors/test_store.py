@@ -191,6 +191,20 @@ def test_a_policy_that_a_hand_has_written_breaks_no_arithmetic(name: str, value:
     assert 0 < (summarize([run])[0].factor or 0) <= 1
 
 
+def test_bounds_of_a_policy_that_contradict_each_other_are_left_out() -> None:
+    options = {"minimum": 0.9, "maximum": 0.1}
+    (contradicted,) = summarize([observation(policy={"name": "affine", "options": options})])
+    (unbounded,) = summarize([observation(policy={"name": "affine"})])
+    assert contradicted.factor == unbounded.factor
+
+
+def test_a_peak_that_no_device_can_have_teaches_nothing() -> None:
+    damaged = observation(1, capacity_bytes=1, peak_allocated_bytes=2**40)
+    assert history_of([damaged, observation(2)]) == [FactorPoint(0.489, 0.62)]
+    rescued = out_of_memory(capacity_bytes=1, used_after_rescue=0.35, peak_bytes_after_rescue=2**40)
+    assert history_of([rescued]) == [FactorPoint(0.489, None)]
+
+
 @given(order=st.permutations(range(10)))
 def test_nine_successes_that_began_before_an_out_of_memory_ended_do_not_undo_it(order: list[int]) -> None:
     last = out_of_memory(0, start_time=at(5), end_time=at(8))

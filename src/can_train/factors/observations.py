@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from msgspec import Meta
 
 from can_train.errors import StateError
+from can_train.factors.policies import MOST_SHARE
 from can_train.fit.factor_rule import RememberedLimits
 from can_train.fit.step_time import TimedSize
 from can_train.io import records
@@ -38,9 +39,7 @@ ALLOCATOR: Final = "allocator"  # the allocator's settings in a fingerprint
 ANY_DEVICE: Final = ""  # stands for every kind of device that has no entry of its own
 Outcome = Literal["ok", "rescued", "oom", "interrupted", "error"]
 Factor = Annotated[float, Meta(gt=0, le=1)]
-# A share of the tuned limit; a micro-batch may exceed the limit. Squares of larger shares lose their meaning in the
-# regression.
-Share = Annotated[float, Meta(ge=0, le=1e6)]
+Share = Annotated[float, Meta(ge=0, le=MOST_SHARE)]  # of the tuned limit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,34 @@ from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any, Final, Literal, NamedTuple, Self
 
-from can_train.errors import check_kinds
+from can_train.errors import ArgumentError, check_kinds, shown
+
+# Largest share of the tuned limit, or of the capacity, that is believed. A sample that cannot be split may exceed the
+# limit many times; squares of larger shares lose their meaning in the regression.
+MOST_SHARE: Final = 1e6
+
+
+class _Range(NamedTuple):
+    """The values that a number may have."""
+
+    low: float
+    high: float
+    above: bool = False  # whether `low` itself is too low
+
+    def __str__(self) -> str:
+        return f"{'above' if self.above else 'at least'} {self.low:g} and at most {self.high:,.10g}"
+
+    def check(self, remedy: str, **numbers: Any) -> None:
+        """Raises ArgumentError unless each number is in the range. NaN is in none."""
+        for name, number in numbers.items():
+            if not self.low <= number <= self.high or (self.above and number == self.low):
+                raise ArgumentError(f"{name} is {self}", value=shown(number), remedy=remedy)
+
+
+_SHARE: Final = _Range(0, MOST_SHARE)
+_FACTOR: Final = _Range(0, 1, above=True)
+_POSITIVE: Final = _Range(0, 1e9, above=True)
+_DEVIATION: Final = _Range(1e-4, 100)  # of a prior: beyond it, the normal equations lose their digits
 
 # --- The regression: peak = base + slope · used. Peaks are shares of the capacity, `used` is a share of the tuned
 # limit.
@@ -91,6 +118,13 @@ class RegressionPrior:
     full_sd: float = 0.15
     noise: float = 0.017
     noise_runs: float = 3.0  # runs that the prior of the noise is worth, at least 2
+
+    def __post_init__(self) -> None:
+        remedy = "Give RegressionPrior(base=0.22, base_sd=0.12, full=1.0), or leave it out"
+        check_kinds("a number", Real, remedy, **{one.name: getattr(self, one.name) for one in fields(self)})
+        _Range(-MOST_SHARE, MOST_SHARE).check(remedy, base=self.base, full=self.full)
+        _DEVIATION.check(remedy, base_sd=self.base_sd, full_sd=self.full_sd, noise=self.noise)
+        _Range(2, 1e9).check(remedy, noise_runs=self.noise_runs)
 
     def fit(
         self, readings: Sequence[Reading], *, start: PeakRegression | None = None, ceiling: float = 1.0
@@ -309,13 +343,18 @@ class FactorPoint:
         example = "Give FactorPoint(used=0.5, peak=0.62)"
         optional = {name: getattr(self, name) for name in ("peak", "reserved") if getattr(self, name) is not None}
         check_kinds("a share", Real, example, used=self.used, **optional)
+        _SHARE.check(f"{example}, or peak=None for an out-of-memory", used=self.used, **optional)
         if self.after_rescue is not None:
-            check_kinds(
-                "a pair of shares",
-                (tuple, list),
-                f"{example}, or after_rescue=(0.4, 0.6)",
-                after_rescue=self.after_rescue,
-            )
+            self._check_rescue(f"{example}, or after_rescue=(0.4, 0.6)")
+
+    def _check_rescue(self, remedy: str) -> None:
+        check_kinds("a pair of shares", (tuple, list), remedy, after_rescue=self.after_rescue)
+        pair: Sequence[Any] = self.after_rescue or ()
+        if len(pair) != 2:
+            raise ArgumentError("after_rescue is a pair of shares", value=shown(pair), remedy=remedy)
+        for share in pair:
+            check_kinds("a pair of shares", Real, remedy, after_rescue=share)
+            _SHARE.check(remedy, after_rescue=share)
 
 
 AimLimit = Literal["target", "noise", "ceiling", "reserved", "maximum"]
@@ -334,6 +373,22 @@ class Decision:
     interval: float  # half-width of the 95 % interval of the factor that leads to the aim
 
 
+# The ranges of the options of policies, by their names.
+_OPTIONS: Final[Mapping[str, _Range]] = {
+    "target": _FACTOR,
+    "minimum": _FACTOR,
+    "maximum": _FACTOR,
+    "momentum": _Range(0, 1),
+    "oom_cut": _Range(0, 1),
+    "learns_from": _Range(0, 1),
+    "half_life": _POSITIVE,
+    # The margin of so many deviations is a number; at 38 it is none.
+    "z": _Range(0, 10),
+    "step_up": _Range(1, MOST_SHARE),
+    "oom_share": _FACTOR,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class FactorPolicy(ABC):
     """A pure function of the history, which is oldest first; `first` is the factor of the first run, in (0, 1]."""
@@ -343,8 +398,15 @@ class FactorPolicy(ABC):
     maximum: float = 1.0
 
     def __post_init__(self) -> None:
+        example = f"Give a number, or leave it out: {type(self).__name__}(target=0.9)"
         numbers = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "prior"}
-        check_kinds("a number", Real, f"Give a number, or leave it out: {type(self).__name__}(target=0.9)", **numbers)
+        check_kinds("a number", Real, example, **numbers)
+        for name, number in numbers.items():
+            if name in _OPTIONS:
+                _OPTIONS[name].check(example, **{name: number})
+        if self.minimum > self.maximum:
+            raise ArgumentError("The smallest factor is at most the largest", remedy="Give a larger maximum",
+                                value=f"minimum {shown(self.minimum)}, maximum {shown(self.maximum)}")  # fmt: skip
 
     @abstractmethod
     def decide(self, history: Sequence[FactorPoint], *, first: float) -> Decision:
@@ -360,7 +422,7 @@ class FactorPolicy(ABC):
         return self
 
     def next_factor(self, history: Sequence[FactorPoint], *, first: float) -> float:
-        """Returns the factor of the next run; raises ArgumentError where an argument has the wrong type."""
+        """Returns the factor of the next run; raises ArgumentError where an argument has the wrong type or value."""
         _check_history(history, first)
         return self.decide(history, first=first).factor
 
@@ -374,12 +436,17 @@ def _check_history(history: object, first: object) -> None:
         check_kinds(
             "a list of FactorPoint", FactorPoint, "Give history=[FactorPoint(used=0.5, peak=0.62)]", history=point
         )
+    _check_first(first)
+
+
+def _check_first(first: object) -> None:
     check_kinds("a factor", Real, "Give first=0.5", first=first)
+    _FACTOR.check("Give first=0.5", first=first)
 
 
 def recent_history(history: Sequence[FactorPoint], half_life: float = HALF_LIFE) -> Sequence[FactorPoint]:
     """Returns the runs that still count."""
-    return history[-round(_MEMORY_HALF_LIVES * half_life) :]
+    return history[-max(round(_MEMORY_HALF_LIVES * half_life), 1) :]
 
 
 def readings_of(history: Sequence[FactorPoint], half_life: float = HALF_LIFE) -> list[Reading]:
@@ -447,7 +514,7 @@ class MomentumPolicy(FactorPolicy):
 
     def next_factor(self, history: Sequence[FactorPoint], *, first: float) -> float:
         """Replays the history from the first run's factor; the result is in [minimum, maximum]. Raises ArgumentError
-        where an argument has the wrong type.
+        where an argument has the wrong type or value.
         """
         _check_history(history, first)
         factor = self._bounded(first)
@@ -469,6 +536,7 @@ class MomentumPolicy(FactorPolicy):
 
 
 _BACK_OFF: Final = 0.99  # ratio of one factor to the next in the search for one whose risk is small enough
+_LEAST_FACTOR: Final = 1e-6  # the search ends here: the steps to a smaller one would be no steps in floating point
 # Standard deviation of a measured peak around a cost model's prediction, as a share of the capacity. Predictions from
 # probes lie within a few thousandths; this allows for memory that no probe sees (another library's tensors, a
 # workspace).
@@ -525,6 +593,10 @@ class AffinePolicy(FactorPolicy):
     step_up: float = 2.0  # next used share ÷ largest used share so far, at most
     oom_share: float = 0.85  # next used share ÷ share that ran out of memory, at most, unless more was seen to fit
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_kinds("a prior of the regression", RegressionPrior, "Leave the prior out", prior=self.prior)
+
     def with_prior(self, base: float, full: float) -> Self:
         """Returns the policy with a cost model's predictions as its prior."""
         prior = replace(self.prior, base=base, base_sd=_PREDICTED_SD, full=full, full_sd=_PREDICTED_SD)
@@ -532,6 +604,7 @@ class AffinePolicy(FactorPolicy):
 
     def decide(self, history: Sequence[FactorPoint], *, first: float) -> Decision:
         """Decides from the fit, which an out-of-memory never raises."""
+        _check_first(first)
         history = recent_history(history, self.half_life)
         decision = self._decide_from_fit(history, first)
         # A refit with an out-of-memory in it can come out higher; only a rescue that was measured may raise the factor.
@@ -553,7 +626,7 @@ class AffinePolicy(FactorPolicy):
             return math.hypot(line.margin(used, self.z), self.z * _CEILING_SD if ceiling < 1 else 0.0)
 
         safe = needed
-        while safe > self.minimum and line.peak(safe) + margin(safe) > ceiling:
+        while safe > max(self.minimum, _LEAST_FACTOR) and line.peak(safe) + margin(safe) > ceiling:
             safe *= _BACK_OFF
         aim = self.target if safe == needed < self.maximum else min(self.target, line.peak(safe))
         below: AimLimit = "ceiling" if ran_out_below else "reserved"

@@ -16,7 +16,7 @@ from can_train import __version__
 from can_train.config.task_settings import installed_sizes
 from can_train.errors import ConfigError, unknown_name
 from can_train.factors.observations import ANY_DEVICE, ActiveEvents, Event, Imported, Observation, Records, without_size
-from can_train.factors.policies import POLICIES, AimLimit, FactorPoint, FactorPolicy, make_policy
+from can_train.factors.policies import MOST_SHARE, POLICIES, AimLimit, FactorPoint, FactorPolicy, make_policy
 from can_train.fit.factor_rule import UNUSED
 from can_train.io.index import INDEX_FROM, index_folder, recall, remember
 from can_train.memory.catalogue import CARDS, DEVICE_KEY, cards_named
@@ -30,7 +30,7 @@ def history_of(runs: Sequence[Observation]) -> list[FactorPoint]:
 
     An out-of-memory excludes every run that overlaps it in time: those began before its factor was corrected, so their
     success at the old factor must not undo the correction, nor their failure repeat it. Runs without a search, or that
-    ended by an error or before a peak was measured, add nothing.
+    ended by an error or before a peak was measured, add nothing; nor do peaks that no device can have.
 
     Args:
         runs: One configuration's runs on one kind of device, by the time their attempts began.
@@ -47,18 +47,29 @@ def history_of(runs: Sequence[Observation]) -> list[FactorPoint]:
     starts, counted, points = [oom.started for oom in ooms], {id(oom) for oom in ooms}, []
     for run in runs:
         if id(run) in counted:
-            after_rescue = None
-            if run.used_after_rescue is not None and run.peak_bytes_after_rescue is not None:
-                after_rescue = (run.used_after_rescue, run.peak_bytes_after_rescue / run.capacity_bytes)
-            points.append(FactorPoint(run.oom_used or run.used or run.factor, None, after_rescue))
+            points.append(FactorPoint(run.oom_used or run.used or run.factor, None, _after_rescue(run)))
         elif not run.teaches_out_of_memory and highest[run.run_id, run.attempt] is run:
             # The counted ones do not overlap: of those that began before this run ended, the last also ended last.
             begun = bisect_left(starts, run.ended)
             overlaps = begun > 0 and run.started < ooms[begun - 1].ended
             is_usable = run.outcome in LEARNABLE_OUTCOMES and not overlaps
-            if is_usable and run.used is not None and run.peak is not None:
-                points.append(FactorPoint(run.used, run.peak, reserved=run.reserved))
+            peak = _believed(run.peak)
+            if is_usable and run.used is not None and peak is not None:
+                points.append(FactorPoint(run.used, peak, reserved=_believed(run.reserved)))
     return points
+
+
+def _after_rescue(run: Observation) -> tuple[float, float] | None:
+    """Returns the used share and the peak after a run's last out-of-memory; None where they were not measured."""
+    if run.used_after_rescue is None or run.peak_bytes_after_rescue is None:
+        return None
+    peak = _believed(run.peak_bytes_after_rescue / run.capacity_bytes)
+    return None if peak is None else (run.used_after_rescue, peak)
+
+
+def _believed(share: float | None) -> float | None:
+    """Returns a share of the capacity; None where it is too large to be one. A damaged record may name any bytes."""
+    return share if share is not None and share <= MOST_SHARE else None
 
 
 _CONVERGED_RUNS: Final = 5  # runs before a factor can have converged, and last runs whose factors' variance is taken
@@ -452,6 +463,8 @@ def policy_of(run: Observation, name: str | None = None) -> FactorPolicy:
     floats = {option: share for option in _POLICY_OPTIONS if isinstance(share := options.get(option), float)}
     # Options that a hand or another program wrote must not divide by zero. Only a cut may be 0.
     shares = {k: share for k, share in floats.items() if 0 < share <= 1 or (k == "oom_cut" and share == 0)}
+    if shares.get("minimum", FactorPolicy.minimum) > shares.get("maximum", FactorPolicy.maximum):
+        shares = {option: share for option, share in shares.items() if option not in ("minimum", "maximum")}
     return make_policy(wanted if wanted in POLICIES else _DEFAULT_POLICY, shares)
 
 
