@@ -2,6 +2,7 @@ import gc
 import math
 import random
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import mean
@@ -163,6 +164,86 @@ def test_memory_that_does_not_grow_at_first_does_not_stall_the_search(hidden: fl
     search = find_max_size(device(20_000, lambda share: max(hidden, affine(0.1)(share))), capacity=CAPACITY)
     assert search.size >= 0.9 * 20_000
     assert search.trials <= 20
+
+
+STAIRS: dict[str, Callable[[int, int], int]] = {
+    "multiples": lambda size, width: -(-size // width) * width,
+    "squares of multiples": lambda size, width: (-(-size // width) * width) ** 2,
+    "powers of 2": lambda size, width: max(width, 2 ** (size - 1).bit_length()),
+    "a plateau": max,
+}
+
+
+def stairs(kind: str, width: int, limit: int, hidden: float) -> tuple[Trial, int]:
+    """A trial whose peaks rise in stairs, and the largest size that fits: the end of the stair that `limit` is on."""
+    height = STAIRS[kind]
+    base = int(hidden * height(limit, width))
+    sizes = range(limit, 2 * limit + 2 * width)
+    largest = sizes[bisect_right(sizes, height(limit, width), key=lambda size: height(size, width)) - 1]
+
+    def trial(size: int) -> float:
+        if size > largest:
+            raise MemoryError
+        return float(base + height(size, width))
+
+    return trial, largest
+
+
+@pytest.mark.parametrize("kind", STAIRS)
+@given(
+    width=st.sampled_from([2, 7, 64, 128, 512, 4_096]) | st.integers(1, 2_000),
+    limit=st.integers(1, 50_000),
+    hidden=st.floats(0, 5),
+    room=st.floats(1.03, 1.3),
+    start=st.sampled_from([1, 8, 32]),
+)
+def test_peaks_that_rise_in_stairs_do_not_end_the_search_early(
+    kind: str, width: int, limit: int, hidden: float, room: float, start: int
+) -> None:
+    trial, largest = stairs(kind, width, limit, hidden)
+    tried: list[int] = []
+
+    def noted(size: int) -> object:
+        tried.append(size)
+        return trial(size)
+
+    # Where a stair takes exactly the capacity, a curve may lead to it by chance.
+    capacity = room * float(str(trial(largest)))
+    search = find_max_size(noted, start=start, capacity=capacity)
+    assert search.size in tried
+    assert 0.93 * largest - 1 <= search.size <= largest
+    assert search.trials == len(tried) <= 40
+
+
+@pytest.mark.parametrize(("capacity", "largest"), [(8, 1_024), (8.5, 1_024), (9, 1_024), (10, 1_024), (16, 2_048)])
+def test_peaks_that_double_with_the_size_lead_near_the_end_of_the_stair(capacity: float, largest: int) -> None:
+    def trial(size: int) -> float:
+        peak = 2.0 ** max(0, math.ceil(math.log2(size)) - 7)
+        if peak > capacity:
+            raise MemoryError
+        return peak
+
+    search = find_max_size(trial, capacity=capacity)
+    assert search.size >= 0.97 * largest
+    assert search.trials <= 15
+
+
+def test_stairs_are_no_scatter() -> None:
+    def trial(size: int) -> float:
+        peak = 1.0 + -(-size // 64) * 0.256
+        if peak > 10.0:
+            raise MemoryError
+        return peak
+
+    # The same peak again: no room is left.
+    assert find_max_size(trial, capacity=10.0).size >= 0.97 * 35 * 64
+
+
+@pytest.mark.parametrize("law", [affine(0.0), affine(0.2), affine(0.8), bending(0.2, 0.3)])
+def test_smooth_peaks_cost_no_more_trials_for_the_sake_of_stairs(law: Law) -> None:
+    searches = [find_max_size(device(limit, law), capacity=CAPACITY) for limit in spread_limits()]
+    assert mean(search.trials for search in searches) <= 4.5
+    assert mean(search.ooms for search in searches) <= 0.2
 
 
 def test_peaks_that_draw_near_the_capacity_without_reaching_it_do_not_stall_the_search() -> None:

@@ -40,6 +40,9 @@ _LONG_JUMP: Final = 1.5  # A jump to more than this multiple of the size counts 
 # Share of the memory left that a long jump fills: peaks that bend up by up to 30 % then still fit.
 _LONG_JUMP_SHARE: Final = 0.7
 _WORTHWHILE: Final = 0.01  # Relative gain that is worth another trial
+# Relative difference of the last reading and the curve through those before it, above which the curve does not tell
+# where memory ends: where sizes are padded, a larger one may peak no higher.
+_STAIR: Final = 0.02
 _MIN_SIZE_RATIO: Final = (
     1.05  # Smallest ratio of two sizes whose readings give a slope; closer ones give round-off and noise
 )
@@ -48,6 +51,7 @@ _SCATTERED_RATIO: Final = 1.5  # Smallest such ratio where readings scatter
 _MIN_SLOPE_SHARE: Final = 0.5
 # A search by halves ends at this relative distance below the smallest failure; half of it is lost on average.
 _CLOSE: Final = 0.07
+_CLOSE_ON_STAIRS: Final = 0.03  # Where peaks rise in stairs, a trial buys more than its distance: the rest of a stair
 # Trials in a row that the size found must fit in: with readings, a second one that differs shows scatter; without, only
 # a failure does, and of sizes that fail as often as not one repetition would pass half.
 _REPEATED: Final = 2
@@ -101,9 +105,12 @@ def find_max_size(
     """Searches for the largest size that fits.
 
     Without readings the size doubles until it fails, and the rest is searched by halves. With readings, a line or a
-    parabola is fitted to them and the search jumps. The search ends within a few per cent of the largest size, not at
-    it, where another out-of-memory would buy no more than that. In the end the size found is tried again: twice without
-    readings; once with them, unless its peak was the one that the earlier readings foretell.
+    parabola is fitted to them and the search jumps. The search ends within 7 % of the largest size, not at it, where
+    another out-of-memory would buy no more than that. In the end the size found is tried again: twice without readings;
+    once with them, unless its peak was the one that the earlier readings foretell.
+
+    Where peaks rise in stairs, as where sizes are padded, a curve ends too early: the size is tried again, and where
+    the peak is the same, larger sizes follow until one fails.
 
     Where a repeated trial fails, or reads another peak near the capacity, or readings lie on both sides of the curve,
     trials scatter: a size that fitted once may fail later. A size at least 5 % smaller is then taken, which has fitted
@@ -133,7 +140,8 @@ def find_max_size(
         remedy = "Give the trials in a row that a size must fit in: 1 takes the first size found"
         raise ArgumentError("A size is confirmed by at least 1 trial", value=f"confirm {confirm!r}", remedy=remedy)
     capacity_bytes = None if capacity is None else _bytes_of(capacity)
-    search = _Search(trial, capacity_bytes, fails=int(upper) + 1, sees_scatter=confirm is None)
+    search = _Search(trial, capacity_bytes, fails=int(upper) + 1, sees_scatter=confirm is None,
+                     sees_stairs=True)  # fmt: skip
     search.run(min(int(start), int(upper)))
     return SizeSearch(search.confirmed(confirm), search.trials, search.ooms)
 
@@ -173,7 +181,13 @@ class _Search:
     sees_scatter: bool = False  # Whether readings off the curve leave room
     room: float = 0.0  # Share of the capacity that is left free since readings scatter
     sides: set[bool] = field(default_factory=set)  # Whether readings lay above the curve, or below
+    repeated: dict[int, tuple[bool, float | None]] = field(default_factory=dict)  # Outcomes of second trials, by size
     follows: bool = False  # Whether the last reading lies on the curve through those before it
+    sees_stairs: bool = False  # Whether sizes are tried beyond the end of a curve that the last reading is off
+    is_steady: bool | None = None  # Whether a repeated trial read the same; None: not tried
+    has_levels: bool = False  # Whether two sizes have read the same
+    is_off: bool = True  # Whether the last reading is off the curve by a stair
+    stretch: float = _CLOSE  # Relative step beyond the end of a curve; twice as large after each that fits
     affordable: Callable[[int], int] = lambda size: size  # A size to try in place of another; 0 ends the search
 
     def run(self, start: int) -> None:
@@ -188,7 +202,7 @@ class _Search:
             self._compare(size, peak, fitted=fitted)
             if peak is not None:
                 self.readings.append((size, peak))
-            size = self._next_size()
+            size = self._next_size() or (self._next_size() if self._is_on_stairs() else 0)
             size = self.affordable(size) if size else 0
 
     def _try(self, size: int) -> tuple[bool, float | None]:
@@ -203,6 +217,27 @@ class _Search:
             return False, None
         return True, peak if peak is not None and 0 < peak < math.inf else None
 
+    def _is_on_stairs(self) -> bool:
+        """Tells whether peaks rise in stairs, which a curve does not follow, where the search would end: unlike those
+        that scatter, they read the same again. Then no room is left.
+        """
+        if self.is_steady is not None or not self.sees_stairs or not self.readings:
+            return False
+        size, peak = self.readings[-1]
+        may_grow = self.is_off and self.fails - size > max(1, _CLOSE * size)
+        if size != self.fits or not (self.room or may_grow):
+            return False
+        self.repeated[size] = _, again = self._try(size)
+        self.is_steady = again is not None and abs(again - peak) <= _STEADY * peak
+        if self.is_steady:
+            self.sees_scatter, self.room = False, 0.0
+        return self.is_steady
+
+    def _close(self) -> float:
+        """Returns the relative distance below the smallest failure at which the search ends."""
+        shows_stairs = self.has_levels or len(self.sides) > 1
+        return _CLOSE_ON_STAIRS if self.is_steady and self.is_off and shows_stairs else _CLOSE
+
     def confirmed(self, confirm: int | None) -> int:
         """Tries the size found again, and smaller ones where that fails, until one has fitted often enough."""
         size, fitted_in_a_row, room = self.fits, 1, _ROOM
@@ -215,8 +250,10 @@ class _Search:
             needed = confirm or 1
         else:
             needed = confirm or (_REPEATED if readings else _REPEATED_BLIND)
+        if not self.repeated.get(size, (True, None))[0]:
+            needed = max(needed, _CONFIRMED)
         while size and fitted_in_a_row < needed:
-            fitted, peak = self._try(size)
+            fitted, peak = self.repeated.pop(size) if size in self.repeated else self._try(size)
             fitted_in_a_row += 1
             readings += [] if peak is None else [peak]
             makes_room = not fitted
@@ -237,12 +274,15 @@ class _Search:
             return 0
         if fits == 0:
             return max(1, fails // _RETREAT)
-        is_close = fails - fits <= _CLOSE * fits
+        is_close = fails - fits <= self._close() * fits
         # A trial that returned no reading leaves the line behind: from there on the search goes without.
         if readings and readings[-1][0] == fits and len(readings) <= _MAX_READINGS:
             size = self._jump(self.capacity or math.inf)
-            if size <= fits:
+            if size <= fits and not (self.is_steady and self.is_off):
                 return 0
+            if size <= fits:
+                size = 0 if is_close else self._beyond()
+                return size if size < fails or is_close else (fits + fails) // 2
             if not self.ooms:
                 return min(size, fails - 1)
             if size < fails * (1 - _CLOSE):
@@ -271,6 +311,13 @@ class _Search:
             predicted = curve.size_for(peak + _LONG_JUMP_SHARE * (capacity - peak))
         return int(min(predicted, size * _JUMP))
 
+    def _beyond(self) -> int:
+        """Returns a size beyond the end of the curve: twice as large where the last two readings are equal."""
+        is_level = len(self.readings) > 1 and self.readings[-1][1] <= self.readings[-2][1] * (1 + _STEADY)
+        stretch = max(self.stretch, float(is_level))
+        self.stretch *= 2
+        return max(int(self.fits * (1 + stretch)), self.fits + 1)
+
     def _curve(self) -> _Curve | None:
         if not self.readings:
             return None
@@ -285,12 +332,24 @@ class _Search:
         # An out-of-memory shows only that the peak was above the capacity.
         shown = peak or (0.0 if fitted else self.capacity or 0.0)
         self.follows = peak is not None and abs(peak - expected) <= _STEADY * peak
+        if peak is not None:
+            self._look_for_stairs(size, peak, curve)
         if not curve or not shown or self.follows or (peak is None and expected >= shown):
             return
         # Peaks may bend up, and peaks of a full allocator bend down: only readings that are off to both sides scatter.
         self.sides.add(shown > expected)
         if self.sees_scatter and len(self.sides) > 1:
             self.room = max(self.room, _ROOM, min(abs(shown - expected) / shown, _MOST_SHOWN))
+
+    def _look_for_stairs(self, size: int, peak: float, curve: _Curve | None) -> None:
+        """Notes whether a reading is off the curve through those before it, or off the line from the origin through a
+        single one.
+        """
+        expected = curve.peak_at(size) if curve else sum(p * size / s for s, p in self.readings[-1:])
+        tolerance = _STAIR if len(self.sides) < 2 else _STEADY
+        # A stair may end where the curve does by chance: where two sizes have read the same, no curve counts.
+        self.has_levels |= curve is not None and curve.slope <= 0
+        self.is_off = self.has_levels or abs(peak - expected) > tolerance * peak
 
 
 class _Curve(NamedTuple):
