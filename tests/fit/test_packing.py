@@ -1,5 +1,6 @@
 import doctest
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations_with_replacement, pairwise
@@ -525,6 +526,15 @@ def test_no_other_shares_have_a_cheaper_costliest_one(batch: BatchCosts, shares:
     cuts = combinations_with_replacement(range(len(batch) + 1), shares - 1)
     best = min(costliest(batch, (*cut, len(batch))) for cut in cuts)
     assert costliest(batch, stops) == pytest.approx(best, rel=1e-8)
+
+
+def test_a_batch_is_shared_out_among_millions_at_once() -> None:
+    batch = BatchCosts.of_samples([3, 1, 1, 2])
+    begin = time.process_time()
+    assert share_out(batch, 10**6) == share_out(batch, 4) + (0,) * (10**6 - 4)
+    order = BatchCosts.uniform(500)
+    assert largest_typical_batch(order, 1, upper=500, shares=10**6) == 500
+    assert time.process_time() - begin < 1
 
 
 def test_shares_are_of_cost_and_not_of_count() -> None:

@@ -350,9 +350,12 @@ def largest_typical_batch(
     def is_over(start: int, stop: int) -> bool:
         if shares == 1:
             return order.cost(start, stop) > limit * (1 + ROUNDING)
-        for _ in range(shares):
+        # More shares than samples would be empty.
+        for _ in range(min(shares, stop - start)):
             start = order.reach(start, limit)
-        return start < stop
+            if start >= stop:
+                return False
+        return True
 
     low, high = 1, upper + 1
     while high - low > 1:
@@ -373,6 +376,9 @@ def share_out(batch: BatchCosts, shares: int) -> tuple[int, ...]:
     """
     if shares == 1:
         return (len(batch),)
+    if shares > len(batch) > 0:
+        # Not one step of the search for each empty share: a plan for thousands of GPUs is asked for by hand.
+        return share_out(batch, len(batch)) + (0,) * (shares - len(batch))
     low, high = 0.0, batch.total
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2

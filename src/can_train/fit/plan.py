@@ -138,9 +138,8 @@ def resolve_plan(
         order, *other_epochs = (epoch.chosen(bucketed(epoch.each(), logical)) for epoch in (order, *other_epochs))
     by_epoch = [_optimizer_steps(epoch, logical, request.preflight_threshold) for epoch in (order, *other_epochs)]
     num_batches, num_steps, ranks = -(-len(order) // logical), len(by_epoch[0]), request.ranks
-    of_steps = [step.parts(share_out(step, ranks)) if ranks > 1 else [step] for steps in by_epoch for step in steps]
-    # A rank whose share is empty has nothing to cut.
-    shares = [share for of_step in of_steps for share in of_step if len(share)]
+    of_steps = [_shares(step, ranks) for steps in by_epoch for step in steps]
+    shares = [share for of_step in of_steps for share in of_step]
     sizes = [cut(share, rules.limit_for(share)) for share in shares]
     costs = [share.part_costs(parts) for share, parts in zip(shares, sizes, strict=True)]
     # Preflight is taken to split the batches of all epochs alike.
@@ -169,6 +168,12 @@ def resolve_plan(
     )
 
 
+def _shares(step: BatchCosts, ranks: int) -> list[BatchCosts]:
+    """Returns the shares of the ranks in a step, without empty ones: their ranks have nothing to cut."""
+    shares = step.parts(share_out(step, min(ranks, len(step)))) if ranks > 1 else [step]
+    return [share for share in shares if len(share)]
+
+
 def size_candidates(
     request: PlanRequest, plan: PhasePlan, order: BatchCosts, *, rung: str = SPLIT
 ) -> list[SizeCandidate]:
@@ -180,7 +185,7 @@ def size_candidates(
         order = order.chosen(bucketed(order.each(), size))
     starts = range(0, max(len(order) - size, 0) + 1, size)[:_SAMPLED_BATCHES]
     batches = [order.part(start, min(start + size, len(order))).packed() for start in starts]
-    shares = [share for batch in batches for share in batch.parts(share_out(batch, ranks)) if len(share)]
+    shares = [share for batch in batches for share in _shares(batch, ranks)]
 
     def mean_samples(rules: SplitRules) -> float:
         return sum(map(len, shares)) / sum(len(cut(share, rules.limit_for(share))) for share in shares)
