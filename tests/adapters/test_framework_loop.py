@@ -206,3 +206,24 @@ def test_counts_that_fail_are_the_reason_of_a_refusal() -> None:
         gradient(model_of(), (ROWS, torch.arange(40)), full(20), counts=lambda batch: {"a": {}["lengths"]})
     with pytest.raises(DoesNotFitError, match=r"counts\(batch\) failed \(.*\nMend the counts of LoopSettings"):
         gradient(model_of(), (ROWS,), full(20), select=lambda batch, rows: batch, counts=lambda batch: batch[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in ("SGD", "Muon", "AdamW", "Rprop", "RMSprop", "ASGD", "Adadelta", "NAdam")),
+        ("SGD", {"momentum": 0.9}), ("Adam", {"amsgrad": True}), ("RMSprop", {"momentum": 0.9, "centered": True}),
+    ],
+)  # fmt: skip
+def test_room_is_expected_for_the_state_that_an_optimizer_of_pytorch_makes(name: str, options: dict[str, Any]) -> None:
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, **options)
+    settings = LoopSettings(device="sim:64MiB", learn=False)
+    loop = FrameworkLoop(framework="test", model=model, optimizers=[optimizer], settings=settings)
+    assert loop.engine is not None
+    expected_bytes = loop.engine.reserve.missing_bytes
+    model.weight.grad = torch.ones(64, 64)
+    optimizer.step()
+    values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    assert expected_bytes == pytest.approx(sum(value.nbytes for value in values), rel=0.01)
+    loop.close()

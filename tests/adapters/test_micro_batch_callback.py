@@ -569,6 +569,7 @@ def test_a_gpu_without_room_for_the_optimizer_is_one_clear_error(lightning: Modu
         fit(lightning, tmp_path, module, MicroBatchCallback(settings), max_epochs=1)
 
 
+@pytest.mark.filterwarnings("ignore:A few samples could not be computed both at once and split")
 @pytest.mark.parametrize("limits", [None, 50])
 def test_a_loop_that_keeps_the_graphs_of_its_steps_is_named(
     lightning: ModuleType, tmp_path: Path, limits: int | None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import takewhile
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -422,21 +422,33 @@ class MicroBatcher:
 
     def _rungs(self, fit: str, optimizers: Sequence[Optimizer]) -> tuple[Rung, ...]:
         """Returns the rungs of somebody else's loop, and prepares its optimizers for them."""
-        names_state, reason = fit in ("offload-optimizer", "offload-all"), ""
-        if optimizers and (names_state or (fit == "auto" and not self._meter.is_host)):
-            reason = next(filter(None, map(refusal_of, optimizers)), "")
-            self._states = [] if reason else [OffloadedState(optimizer) for optimizer in optimizers]
-        if names_state and not self._states:
+        names_state = fit in ("offload-optimizer", "offload-all")
+        self._optimizers = optimizers
+        if names_state and (not optimizers or self._refusal):
             give = "Give optimizers=[optimizer] to MicroBatcher, or fit='offload'"
             raise ArgumentError("The state of the optimizers that are given waits on the host",
-                                value=f"fit={fit!r}: {reason or 'none is given'}",
-                                remedy="Give fit='offload', or another optimizer" if reason else give)  # fmt: skip
+                                value=f"fit={fit!r}: {self._refusal or 'none is given'}",
+                                remedy="Give fit='offload', or another optimizer" if self._refusal else give
+                                )  # fmt: skip
+        if names_state or (fit == "auto" and not self._meter.is_host):
+            self._states = [OffloadedState(optimizer) for optimizer in optimizers]
         return rungs_of(self._model, fit, is_host=self._meter.is_host, state_can_leave=bool(self._states))
 
+    @cached_property
+    def _refusal(self) -> str:
+        """Why the state of the given optimizers cannot wait on the host, as a clause; empty where it can. Steps of such
+        optimizers are tried, so that nobody is asked before memory has run out.
+        """
+        return next(filter(None, map(refusal_of, self._optimizers)), "")
+
     def keep_states(self, rung: Rung) -> bool:
-        """Keeps the state of the given optimizers where a rung has it; tells whether there is room for it."""
+        """Keeps the state of the given optimizers where a rung has it; tells whether it can be there, and whether there
+        is room for it.
+        """
         if not self._states:
             return True
+        if rung.offload_optimizer and self._refusal:
+            return False
         with self._meter.active(tensors_of([self._model])):
             keep = [state.keep for state in self._states]
             return keep_states(keep, on_host=rung.offload_optimizer, meter=self._meter)
