@@ -18,7 +18,7 @@ from fakes.samples import KEY, observation
 from guards.first_step import files, function_of
 from guards.sources import PACKAGE
 
-MAX_TO_FIRST_STEP = 34
+MAX_TO_FIRST_STEP = 35
 MAX_OBSERVATION_TO_FACTOR = 10
 MAX_OUT_OF_MEMORY_TO_RETRY = 8
 
