@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from can_train import LoopSettings, MicroBatchCallback
-from can_train.errors import DoesNotFitError
+from can_train.errors import ArgumentError, DoesNotFitError
 from fakes.lightning_warnings import QUIET_LIGHTNING
 from fakes.transformers_trainers import trainer_of
 
@@ -212,3 +212,22 @@ def test_the_state_of_a_trainers_optimizer_waits_on_the_host_to_the_same_bits(
     alone, left = trained_by_trainer("sim:400MiB", "split"), trained_by_trainer(device, fit)
     assert rungs == ["split"] * 2 + ["offload-optimizer"] * 2
     assert all(torch.equal(alone[key], left[key]) for key in alone)
+
+
+def test_a_trainer_whose_scaler_steps_the_optimizer_keeps_its_state_on_the_device(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Scaled(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        """Gives the optimizer a scaler, as accelerate does on a GPU in half precision."""
+
+        def on_train_begin(self, *others: Any, **given: Any) -> None:
+            trainer.optimizer.scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+    settings = LoopSettings(device="sim:80MiB", fit="offload-optimizer", learn=False)
+    trainer = trainer_of(transformers, tmp_path, Deep(), settings, train_dataset=[{"x": torch.ones(512)}] * 64,
+                         data_collator=torch.utils.data.default_collate, num_train_epochs=1)  # fmt: skip
+    trainer.add_callback(Scaled())
+    with pytest.raises(
+        ArgumentError, match="stays on the device: accelerate's gradient scaler calls a step of its own"
+    ):
+        trainer.train()

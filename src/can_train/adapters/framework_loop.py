@@ -207,6 +207,7 @@ class FrameworkLoop:
         refused: Why batches are not split, as a clause; empty: they are.
         samples_of: Returns the number of samples that the default `select` sees in a batch; None: `select` is the
             user's own, and the counts define the samples.
+        state_stays: Why the state of the optimizers stays on the device, as a clause; empty: it may wait on the host.
     """
 
     framework: str
@@ -222,6 +223,7 @@ class FrameworkLoop:
     compares: bool = True
     refused: str = ""
     samples_of: Callable[[Any], int] | None = None
+    state_stays: str = ""
 
     def __post_init__(self) -> None:
         if self.settings.select is select_samples:
@@ -793,8 +795,12 @@ class FrameworkLoop:
     # Limits
 
     def _make_engine(self) -> Engine:
-        batcher = MicroBatcher(self.model, meter=self.meter, limits=self.settings.limits, fit=self.settings.fit,
-                               optimizers=self.optimizers)  # fmt: skip
+        fit = self.settings.fit
+        if self.state_stays and fit in ("offload-optimizer", "offload-all"):
+            raise ArgumentError(f"The optimizer's state stays on the device: {self.state_stays}",
+                                value=f"fit={fit!r}", remedy="Give LoopSettings(fit='offload')")  # fmt: skip
+        batcher = MicroBatcher(self.model, meter=self.meter, limits=self.settings.limits, fit=fit,
+                               optimizers=() if self.state_stays else self.optimizers)  # fmt: skip
         batcher.use_rung = self._use_rung
         needs = _expected_memory(self.optimizers, on_host=batcher.ladder.rung.offload_optimizer)
         reserve = OptimizerReserve(needs, self.meter)

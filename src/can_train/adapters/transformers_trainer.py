@@ -325,6 +325,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         if self.loop is None:
             # Accelerate wraps the optimizer; an evaluation has none.
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+            has_scaler = getattr(self.optimizer, "scaler", None) is not None
             losses = modules_of(getattr(self, "loss", None))
             settings = self._loop_settings
             samples_of = None
@@ -343,6 +344,8 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
                 objects=lambda: losses,
                 search_loss=self._search_loss,
                 compares=False,
+                # It puts the step that the optimizer had before back in its place.
+                state_stays="accelerate's gradient scaler calls a step of its own" if has_scaler else "",
             )
             if optimizer is not None:
                 hook = optimizer.register_step_pre_hook(lambda *_: loop.before_optimizer_step())
