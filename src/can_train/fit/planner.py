@@ -392,10 +392,14 @@ class Planner:
         costs, _ = self._module_costs(made.limits.training, names)
         room = _FILLED * predicted_room(made.limits.capacity_bytes)
         spare = room - made.limits.training.peak_bytes(self._largest_sample(made.limits.training)[1])
-        # Of a small device, pages of the allocator may leave less room.
-        for share in (1.0, _LESS):
-            if not (kept := kept_modules(costs, share * spare)):
-                break
+        # The tensors of the last module are there when the backward pass begins, whether it is computed again or not;
+        # but beside a loss that takes more than the module. Of a small device, pages of the allocator may leave less
+        # room.
+        last_is_free = [*costs[:-1], *(replace(cost, saved_bytes=0) for cost in costs[-1:])]
+        tried = [kept_modules(last_is_free, spare), kept_modules(costs, spare), kept_modules(costs, _LESS * spare)]
+        for number, kept in enumerate(tried):
+            if not kept or kept in tried[:number]:
+                continue
             self.explorer.rung = replace(made.rung, recompute=tuple(name for name in names if name not in kept))
             with suppress(DoesNotFitError):
                 return plan()
