@@ -119,7 +119,7 @@ def test_no_more_modules_are_computed_again_than_the_largest_sample_needs(tmp_pa
     some, every = (plan_of(train(tmp_path / size, size)) for size in ("30MiB", "12MiB"))
     assert 0 < len(some["rung"]["recompute"]) < len(every["rung"]["recompute"]) <= 24
     # The tensors of the last block are there when its backward pass begins, in any case.
-    assert not any(name.endswith(".23") for plan in (some, every) for name in plan["rung"]["recompute"])
+    assert "23" not in {*some["rung"]["recompute"], *every["rung"]["recompute"]}
     assert 0 < some["rung_saves_bytes"] < every["rung_saves_bytes"]
     assert 0 < some["rung_longer"] < 0.5
 
