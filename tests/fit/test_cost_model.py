@@ -126,16 +126,23 @@ SENTENCES = (Feature("tokens", padding=1), Feature("tokens", padding=2), SAMPLES
 LENGTHS = st.lists(st.integers(3, 200), min_size=4, max_size=40).filter(lambda lengths: len(set(lengths)) > 3)
 
 
-def of_sentences(lengths: Sequence[int], *, left_out: float, squared: float = 0.0) -> tuple[CostModel, Counts]:
-    """Fits to batches of sentences whose last words are left out, which tell all features apart; returns the counts of
-    the sentences, too.
-    """
-    counts = np.array([[length, length, 1.0] for length in lengths])
+def batches_of(counts: Counts) -> Counts:
+    """Returns the feature totals of some batches of sentences."""
     batches = [counts[order[:size]] for order in (np.argsort(counts[:, 0]), np.arange(len(counts)))
                for size in (1, 2, 3, len(counts))]  # fmt: skip
-    totals = np.stack([batch_totals(SENTENCES, batch) for batch in batches])
+    return np.stack([batch_totals(SENTENCES, batch) for batch in batches])
+
+
+def tell_apart(totals: Counts) -> bool:
+    """Whether batches tell all features apart, and from the base."""
     scaled = np.column_stack([np.ones(len(totals)), totals / totals.max(axis=0)])
-    assume(np.linalg.matrix_rank(scaled, tol=1e-3) == scaled.shape[1])
+    return bool(np.linalg.matrix_rank(scaled, tol=1e-3) == scaled.shape[1])
+
+
+def of_sentences(lengths: Sequence[int], *, left_out: float, squared: float = 0.0) -> tuple[CostModel, Counts]:
+    """Fits to batches of sentences whose last words are left out; returns the counts of the sentences, too."""
+    counts = np.array([[length, length, 1.0] for length in lengths])
+    totals = batches_of(counts)
     peaks = MIB + totals @ [10_000.0, squared, -10_000.0 * left_out]
     return fit_cost_model(SENTENCES, totals, peaks), counts
 
@@ -145,6 +152,7 @@ def test_words_that_are_left_out_of_each_sentence_are_found(
     lengths: list[int], left_out: float, squared: float
 ) -> None:
     model, counts = of_sentences(lengths, left_out=left_out, squared=squared)
+    assume(tell_apart(batches_of(counts)))
     assert model.relative_residual <= AGREED
     mixed = batch_totals(SENTENCES, counts[::2])
     truth = float(mixed @ [10_000.0, squared, -10_000.0 * left_out])
