@@ -68,6 +68,21 @@ def test_a_loss_that_depends_on_the_padding_is_told(own: Path, capsys, lengths: 
     assert ("change the gradient of square" in " ".join((said.out + said.err).split())) == depends
 
 
+def test_samples_of_different_length_that_live_on_the_device_are_resumed(own: Path, tmp_path: Path) -> None:
+    write_task(own.parent, PADDED.replace("LENGTHS", "[3 + number % 7 for number in range(200)]"))
+    line = ("--task", "mine/my_file.py:MyTask", "--device", "sim:64MiB", "--epochs", "1", "--quiet")
+    losses, lives_there = [], []
+    for place in ("auto", "off"):
+        runs = tmp_path / place
+        assert main((*line, "--set", f"training.data_on_device={place}", "--runs-dir", str(runs))) == 0
+        assert main(("resume", "last", "--epochs", "3", "--runs-dir", str(runs), "--quiet")) == 0
+        (run,) = runs.glob("*/result.json")
+        losses.append(json.loads(run.read_text())["best_validation_loss"])
+        lives_there.append(json.loads((run.parent / "plan.json").read_text())["data"]["on_device"])
+    assert lives_there == [True, False]
+    assert losses[0] == losses[1]
+
+
 def test_a_run_whose_code_is_gone_is_still_listed_and_shown(own: Path, tmp_path: Path, capsys) -> None:
     assert main(("--task", f"{own}:MyTask", *LINE)) == 0
     own.unlink()

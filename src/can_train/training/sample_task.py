@@ -695,6 +695,9 @@ class Task(BatchTask):
 
     def bind_data(self, data: Mapping[str, Tensor]) -> None:
         """Receives these arrays on the device; without them, samples are read on the host again."""
+        if data:
+            # A run that is resumed has not counted its samples yet, and rows on the device have no lengths to count.
+            _ = self._counted
         self._resident.bind(data)
 
     @property
