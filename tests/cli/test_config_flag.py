@@ -98,3 +98,11 @@ def test_the_options_are_those_of_the_task_in_the_file(printed: Printed, tmp_pat
     (tmp_path / "run.yaml").write_text("task: bendr\ndataset:\n  name: synthetic\nmode:\n  name: classify\n")
     assert "--pretrained" in printed("--config", str(tmp_path / "run.yaml"), "--help-all")
     assert "no such run" in printed("--config", str(tmp_path / "run.yaml"), "--pretrained", "none", code=2).lower()
+
+
+def test_explain_takes_the_device_of_a_file_unless_a_flag_names_another(place: Path, printed: Printed) -> None:
+    text = printed("show", newest(place).run_id, "--config").replace("device: cpu", "device: sim:64MiB")
+    (place / "small.yaml").write_text(text)
+    line = ("explain", "--config", "small.yaml", "--no-changes", "--json", "-q")
+    devices = [json.loads(printed(*line, *words))["device"] for words in ((), ("--device", "sim:1GiB"))]
+    assert devices == ["sim-64mib", "sim-1gib"]

@@ -10,10 +10,9 @@ import typer
 from can_train.cli import output
 from can_train.cli.output import Verbosity
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode, flag_values
-from can_train.cli.train import RunFile, resolve_file
+from can_train.cli.train import FILE_OPTIONS, RunFile, resolve_file
 from can_train.cli.train_options import OPTIONS, Flags, check_flags, check_targets, make_command, resolve_runs
 from can_train.config.settings import split_list
-from can_train.config.task_settings import task_names
 from can_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,8 +36,7 @@ def make_explain_command(words: Sequence[str]) -> Callable[..., None]:
     if not given.get("--config"):
         return make_command(options, _explain_line, words=words)
     file = RunFile.read(given["--config"])
-    words = words if "--task" in given or file.task not in task_names() else [*words, "--task", file.task]
-    return make_command(options, partial(_explain_file, file), words=words)
+    return make_command({**options, **FILE_OPTIONS}, partial(_explain_file, file), words=file.completed(words))
 
 
 def explain(  # noqa: PLR0913 - Typer makes an option of each argument

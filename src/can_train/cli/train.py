@@ -64,11 +64,9 @@ def make_train_command(words: Sequence[str], act: Callable[[Any, Flags], None] |
     act = act or _start
     given, options = flag_values(words), {**OPTIONS, **_SEARCH_OPTIONS, "config": _CONFIG}
     if given.get("--config"):
-        # Its task decides which options there are, and its device is the default.
         file = RunFile.read(given["--config"])
-        options["device"] = _AS_BEFORE["device"]
-        words = words if "--task" in given or file.task not in task_names() else [*words, "--task", file.task]
-        return make_command(options, partial(act, partial(resolve_file, file)), words=words)
+        act_on_file = partial(act, partial(resolve_file, file))
+        return make_command({**options, **FILE_OPTIONS}, act_on_file, words=file.completed(words))
     # The class of a task of one's own, which imports torch, tells its options.
     if ":" in given.get("--task", ""):
         output.print_starting(Verbosity.QUIET if {"-q", "--quiet"} & {*words} else Verbosity.NORMAL)
@@ -120,6 +118,11 @@ class RunFile:
         """The task that it names, found without parsing it; empty: none."""
         found = _TASK_LINE.search(self.text)
         return found[1] if found is not None else ""
+
+    def completed(self, words: Sequence[str]) -> Sequence[str]:
+        """Adds the file's task to the words of a line that names none: it decides which options there are."""
+        is_named = "--task" in flag_values(words) or self.task not in task_names()
+        return words if is_named else [*words, "--task", self.task]
 
 
 def resolve_file(file: RunFile, flags: Flags, after: Sequence[str]) -> "list[ResolvedRun]":
@@ -563,8 +566,12 @@ def _print_plans(run: "ResolvedRun", planned: "Plans", verbosity: Verbosity, rep
 
 
 _CHOICES: Final = ("model", "dataset", "mode", "size", "memory", "task", "cluster", "device")
-_AS_BEFORE: Final = {
+# Options of a line with a run's file whose defaults are the file's.
+FILE_OPTIONS: Final = {
     "device": (str | None, None, "auto, cpu, cuda, cuda:1; a simulated GPU: sim:2GiB. [as before]"),
+}
+_AS_BEFORE: Final = {
+    **FILE_OPTIONS,
     "submit": (bool, False, "Train in the background; without, where the other run was trained."),
     "trust_code": (bool, False, "Run the code that the run names, although it is not known to be yours."),
     "runs_dir": (str | None, None, "Folder of run folders: where the other run is, and the new one will be. [runs]"),
