@@ -31,6 +31,7 @@ from can_train.memory.catalogue import (
     predicted_room,
     read_gpu_constants,
     shares_workspaces,
+    split_count,
     usable,
     write_gpu_constants,
 )
@@ -517,3 +518,17 @@ def test_a_plan_subtracts_the_context_that_a_prediction_adds(monkeypatch: pytest
     monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
     for card in CARDS:
         assert usable(card).subtracted[0].num_bytes == context_bytes(card)[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("2xt4", (2, "t4")),
+        ("2 x 16GiB", (2, "16GiB")),
+        ("8×h100", (8, "h100")),
+        ("15XB", (1, "15XB")),
+        ("t4", (1, "t4")),
+    ],
+)
+def test_a_count_in_front_of_a_name_is_no_part_of_a_mistyped_size(text: str, read: tuple[int, str]) -> None:
+    assert split_count(text) == read

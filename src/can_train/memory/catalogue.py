@@ -16,7 +16,7 @@ from can_train.reporter import Reporter
 MIB: Final = 2**20
 GIB: Final = 2**30
 # Several GPUs of a kind: 2xrtx-4090.
-_SEVERAL: Final = re.compile(r"(?P<count>[1-9]\d*) ?[x×*] ?(?P<name>\D.*|\d+ ?[KMGT]i?B)", re.IGNORECASE)
+_SEVERAL: Final = re.compile(r"(?P<count>[1-9]\d*) ?[x×*] ?(?P<name>\D.+|\d+ ?[KMGT]i?B)", re.IGNORECASE)
 UNKNOWN: Final = "unknown"  # generation of a GPU that is not in the catalogue
 UNKNOWN_CAVEAT: Final = (
     "A GPU that is named by its memory may be of any generation: the plan is for the one whose kernels take most"
