@@ -564,7 +564,9 @@ class Planner:
         # Samples that cost the same cost so in any order; epochs that differ have other numbers of them.
         alike = order.is_uniform and not epochs_differ(self.task, training.epochs)
         other_epochs = [] if alike else [price(self.task, rows, phase) for rows in orders]
-        decided = rule.decide(limits if request.searches else None, is_uniform=order.is_uniform)
+        # Buffers of shards come and go with other ranks.
+        is_uniform = order.is_uniform and self.explorer.rung.ranks == 1
+        decided = rule.decide(limits if request.searches else None, is_uniform=is_uniform)
         request = replace(request, epoch_shares=epoch_shares(self.task, skipped, epochs=training.epochs))
         resolve = partial(
             resolve_plan,
