@@ -83,7 +83,7 @@ _PHASE: Final = "train"  # Name of a framework's one phase in an observation
 _FIRST_READ: Final = 3  # Steps at the beginning whose peaks are all read
 _NEWS: Final = 1.05  # A batch of so many times the largest cost that was read is read, too
 # State that an optimizer keeps, in sizes of the parameters. Others keep as much as Adam, or less.
-_STATES: Final[Mapping[str, float]] = {"SGD": 0, "Muon": 0, "ASGD": 1, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0.1}
+_STATES: Final[Mapping[str, float]] = {"ASGD": 1, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0.1}
 _MOST_STATES: Final = 2.0
 _MORE_STATE: Final = ("momentum", "amsgrad", "centered")  # Options that keep one more value of each parameter
 _BELOW_FAILED: Final = 0.95  # Share of a cost that ran out of memory that micro-batches keep to
@@ -1039,7 +1039,9 @@ def _expected_memory(optimizers: Sequence[Optimizer], *, on_host: bool = False) 
         groups = optimizer.param_groups
         trained = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
         sizes += [parameter.nbytes for parameter in trained if parameter.nbytes]
-        copies = _STATES.get(type(optimizer).__name__, _MOST_STATES)
+        # An optimizer with momentum keeps nothing else, unless the table names it.
+        usual = 0.0 if "momentum" in optimizer.defaults else _MOST_STATES
+        copies = _STATES.get(type(optimizer).__name__, usual)
         copies += sum(any(group.get(option) for group in groups) for option in _MORE_STATE)
         stepped = chunk_bytes(trained) if on_host else sum(parameter.nbytes for parameter in trained)
         # PyTorch's optimizers make a copy of the parameters for a moment (`foreach`), unless they are fused.
