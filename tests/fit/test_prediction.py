@@ -283,6 +283,20 @@ def test_a_peak_that_grows_faster_above_the_probes_is_predicted(size: int, preci
     assert (found.fits(0.98 * peak), found.fits(1.02 * peak)) == (False, True)
 
 
+def test_a_batch_of_a_billion_samples_is_predicted_from_few() -> None:
+    model, x, sizes = nn.Sequential(nn.Linear(16, 64), nn.Tanh()), torch.ones(256, 16), list[int]()
+
+    def loss_of(rows: NDArray[np.int64]) -> Tensor:
+        sizes.append(len(rows))
+        loss: Tensor = model(x[rows]).square().sum()
+        return loss
+
+    small, large = (predict_peak(model, size, loss_of=loss_of) for size in (10**6, 10**9))
+    assert large.explains
+    assert large.peak_bytes == pytest.approx(1000 * small.peak_bytes, rel=0.01)
+    assert max(sizes) * 64 * 4 <= 2 * 64 * 2**20
+
+
 def test_sparse_gradients_are_recorded_for_a_card(dispatched: None) -> None:
     found, dense = sparse_or_dense(sparse=True, target="t4"), sparse_or_dense(sparse=False, target="t4")
     assert found.tensors.most_bytes < dense.tensors.least_bytes - 0.8 * 10_000 * 64 * 4

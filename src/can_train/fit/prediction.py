@@ -93,8 +93,8 @@ _TOLD_SHARE: Final = 0.01  # of the peak: smaller gradients that are alive are n
 _ANY_LR: Final = 1e-3  # a learning rate decides no memory
 _SIZES_SHARE: Final = 0.1  # of the peak: the change that other values may cause; not measured
 # Cost of a batch unlike the probes that tells whether the line holds for it: so many costs of the largest probe, and
-# then so many bytes, as far as running it is expected to take no more than some seconds. Above the probes another
-# instant of the step may decide the peak, whose memory grows faster.
+# again so many, up to some bytes, as far as running it is expected to take no more than some seconds. Above the probes
+# another instant of the step may decide the peak, whose memory grows faster.
 _CHECKED: Final = 4
 _CHECKED_BYTES: Final = 64 * 2**20
 _CHECKED_SECONDS: Final = 2.0
@@ -782,7 +782,9 @@ class _Batch:
         """
         ranked = np.argsort(self.counts[:, 0], kind="stable")
         mixed = np.stack([ranked, ranked[::-1]], axis=1).ravel()[: len(ranked)]
-        mixed = np.resize(mixed, max(self.size, 1))
+        if len(mixed) < self.size:
+            each = float(self.totals @ cost_of) / self.size
+            mixed = np.resize(mixed, min(self.size, math.ceil(cost / max(each, 1.0)) + 1))
         within = growing_totals(self.features, self.counts[mixed]) @ cost_of <= cost * (1 + ROUNDING)
         chosen: NDArray[np.int64] = mixed[: max(int(within.sum()), 1)]
         return chosen
@@ -871,20 +873,23 @@ def _beyond_probes(work: Workload, meter: CpuMeter, batch: _Batch, fit: ProbeFit
     """
     law, cost_of = fit.model, np.asarray(fit.model.coefficients)
     cost, limit = float(batch.totals @ cost_of), _CHECKED * fit.largest_cost
-    began = meter.seconds()
-    positions = batch.unlike_probes(cost_of, min(limit, cost))
-    found = work.peak(meter, positions).allocated
-    seconds = (meter.seconds() - began) * _CHECKED_BYTES / max(limit, 1.0)
-    if limit < min(_CHECKED_BYTES, cost) and seconds <= _CHECKED_SECONDS:
-        positions = batch.unlike_probes(cost_of, min(_CHECKED_BYTES, cost))
+    while True:
+        began = meter.seconds()
+        positions = batch.unlike_probes(cost_of, min(limit, cost))
         found = work.peak(meter, positions).allocated
-    checked, grown = law.cost(batch.counts[positions]), found - law.base_bytes
+        grown, larger = found - law.base_bytes, min(_CHECKED * limit, _CHECKED_BYTES)
+        seconds = (meter.seconds() - began) * larger / max(limit, 1.0)
+        # Step by step: where gradients hide the memory of the probes, their line may promise far too little.
+        if limit >= min(larger, cost) or grown > _CHECKED_BYTES or seconds > _CHECKED_SECONDS:
+            break
+        limit = larger
+    checked = law.cost(batch.counts[positions])
     agrees = abs(grown - checked) <= EXPLAINED * max(grown, checked) or checked <= fit.largest_cost
     explains = law.explains and agrees
     # Where samples differ, their counts may be the reason.
     is_uniform = bool((batch.counts == batch.counts[:1]).all())
-    if not explains and is_uniform and (larger := _line_of_parts(work, meter, batch, positions)).explains:
-        law, explains = replace(larger, below=((fit.largest_cost, fit.largest_peak),)), True
+    if not explains and is_uniform and (steeper := _line_of_parts(work, meter, batch, positions)).explains:
+        law, explains = replace(steeper, below=((fit.largest_cost, fit.largest_peak),)), True
     is_whole = len(positions) == batch.size
     return law, float(found) if is_whole else law.base_bytes + float(batch.totals @ law.coefficients), explains
 
