@@ -10,7 +10,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -60,9 +60,7 @@ from can_train.fit.micro_batcher import (
     unsplittable_because,
 )
 from can_train.fit.observed_peaks import ObservedPeaks
-from can_train.fit.offloaded_state import CHUNKS, chunk_bytes
-from can_train.fit.optimizer import state_bytes
-from can_train.fit.optimizer_memory import OptimizerMemory
+from can_train.fit.optimizer_memory import expected_memory
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of, cut
 from can_train.fit.peak_prediction import PeakPrediction
 from can_train.fit.random_state import Snapshot
@@ -82,10 +80,6 @@ _ROUND_OFF: Final = 1e-9  # Relative difference of a sum of shares from 1 that i
 _PHASE: Final = "train"  # Name of a framework's one phase in an observation
 _FIRST_READ: Final = 3  # Steps at the beginning whose peaks are all read
 _NEWS: Final = 1.05  # A batch of so many times the largest cost that was read is read, too
-# State that an optimizer keeps, in sizes of the parameters. Others keep as much as Adam, or less.
-_STATES: Final[Mapping[str, float]] = {"ASGD": 1, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0.1}
-_MOST_STATES: Final = 2.0
-_MORE_STATE: Final = ("momentum", "amsgrad", "centered")  # Options that keep one more value of each parameter
 _BELOW_FAILED: Final = 0.95  # Share of a cost that ran out of memory that micro-batches keep to
 _FOREIGN_SHARE: Final = 0.01  # Share of the capacity that may be missing though no other process runs
 _LEAK_SHARE: Final = 0.1  # Share of the capacity by which the memory before a batch grows only through a leak
@@ -475,7 +469,7 @@ class FrameworkLoop:
             return
         self._optimizer_steps += 1
         is_first = self._optimizer_steps <= len(self.optimizers)
-        if is_first and not engine.reserve.tensors and self._exceeds_room(engine.reserve):
+        if is_first and not engine.reserve.tensors and self._exceeds_room(engine):
             self._leave_state(engine)
         if not (engine.reserve.tensors or engine.batcher.ladder.rung.offload_optimizer):
             return
@@ -486,12 +480,18 @@ class FrameworkLoop:
                 raise
             engine.reserve.before_step()
 
-    def _exceeds_room(self, reserve: OptimizerReserve) -> bool:
+    def _exceeds_room(self, engine: Engine) -> bool:
         """Tells whether the state of the optimizers, which are PyTorch's, is larger than the room that is left."""
         if not all(type(optimizer).__module__.startswith("torch.optim") for optimizer in self.optimizers):
             return False
+        self._expect_state(engine)
         room_bytes = self.meter.capacity_bytes - self.meter.allocated_bytes()
-        return self.meter.counts_always and _expected_memory(self.optimizers).state_bytes > room_bytes
+        return self.meter.counts_always and engine.reserve.missing_bytes > room_bytes
+
+    def _expect_state(self, engine: Engine) -> None:
+        """Expects the memory that the optimizers will take beside the state that they have by now."""
+        on_host = engine.batcher.ladder.rung.offload_optimizer
+        engine.reserve.expect(expected_memory(self.optimizers, on_host=on_host), held_bytes=0)
 
     def _leave_state(self, engine: Engine) -> bool:
         """Keeps the state of the optimizers on the host from now on; tells whether that can be done."""
@@ -507,7 +507,7 @@ class FrameworkLoop:
             engine.reserve.tensors.clear()
         if not engine.batcher.keep_states(rung):
             return False
-        engine.reserve.expect(_expected_memory(self.optimizers, on_host=rung.offload_optimizer), held_bytes=0)
+        self._expect_state(engine)
         return True
 
     def close(self, outcome: Outcome = "ok") -> None:
@@ -660,8 +660,7 @@ class FrameworkLoop:
             if self.meter.foreign_bytes() <= _FOREIGN_SHARE * self.meter.capacity_bytes:
                 self.peaks.failed = min(self.peaks.failed, costs.total)
             # The optimizer has stepped since the engine was made, and has some of its state or all of it.
-            on_host = engine.batcher.ladder.rung.offload_optimizer
-            engine.reserve.expect(_expected_memory(self.optimizers, on_host=on_host), held_bytes=0)
+            self._expect_state(engine)
             try:
                 engine.reserve.hold()
             except DoesNotFitError:
@@ -802,7 +801,7 @@ class FrameworkLoop:
         batcher = MicroBatcher(self.model, meter=self.meter, limits=self.settings.limits, fit=fit,
                                optimizers=() if self.state_stays else self.optimizers)  # fmt: skip
         batcher.use_rung = self._use_rung
-        needs = _expected_memory(self.optimizers, on_host=batcher.ladder.rung.offload_optimizer)
+        needs = expected_memory(self.optimizers, on_host=batcher.ladder.rung.offload_optimizer)
         reserve = OptimizerReserve(needs, self.meter)
         reserve.remedy = LESS
         engine = Engine(meter=self.meter, monitor=self.monitor, batcher=batcher, reserve=reserve)
@@ -893,7 +892,7 @@ class FrameworkLoop:
         features, table = counts_of(counts)
         if len(features) > 1:
             features, table = features[:-1], table[:, :-1]
-        needs = _expected_memory(self.optimizers)
+        needs = expected_memory(self.optimizers)
 
         def run(rows: NDArray[np.int64]) -> None:
             copies = Snapshot(model, self.meter.device)
@@ -1027,29 +1026,3 @@ class _Parts:
             message = str(error).partition("\n")[0]
             fails = f"{part.stop - part.start} of its {part.samples} samples fail alone ({message:.100})"
             raise self.loop.refuse(fails, _SMALLER) from error
-
-
-def _expected_memory(optimizers: Sequence[Optimizer], *, on_host: bool = False) -> OptimizerMemory:
-    """Returns the memory that optimizers are expected to take, by their classes: none of them is run for it. `on_host`
-    tells whether their state waits on the host.
-    """
-    sizes: list[int] = []
-    state, transient = 0.0, 0
-    for optimizer in optimizers:
-        groups = optimizer.param_groups
-        trained = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
-        sizes += [parameter.nbytes for parameter in trained if parameter.nbytes]
-        # An optimizer with momentum keeps nothing else, unless the table names it.
-        usual = 0.0 if "momentum" in optimizer.defaults else _MOST_STATES
-        copies = _STATES.get(type(optimizer).__name__, usual)
-        copies += sum(any(group.get(option) for group in groups) for option in _MORE_STATE)
-        stepped = chunk_bytes(trained) if on_host else sum(parameter.nbytes for parameter in trained)
-        # PyTorch's optimizers make a copy of the parameters for a moment (`foreach`), unless they are fused.
-        copied = 0 if any(group.get("fused") for group in groups) else stepped
-        if on_host:
-            copied += round(CHUNKS * copies * stepped)
-        else:
-            state += max(copies * stepped - state_bytes(optimizer), 0.0)
-        transient = max(transient, copied)
-    return OptimizerMemory(parameter_bytes=sum(sizes), state_bytes=round(state), transient_bytes=transient,
-                           tensor_bytes=tuple(sizes))  # fmt: skip

@@ -1,8 +1,8 @@
-"""The memory that an optimizer takes beside the batch, measured in steps on the CPU."""
+"""The memory that an optimizer takes beside the batch: measured in steps on the CPU, or expected by its class."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from can_train.fit.offloaded_state import OffloadedState, parameters_on_host
-from can_train.fit.optimizer import make_optimizer
+from can_train.fit.offloaded_state import CHUNKS, OffloadedState, chunk_bytes, parameters_on_host
+from can_train.fit.optimizer import make_optimizer, state_bytes
 from can_train.memory.sharded_tensors import shard_of
 from can_train.memory.simulated.gpu import LiveStorageTracker
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 _UNLIMITED: Final = 2**62
 _SAMPLE_WEIGHTS: Final = 2**18  # Whose state is measured: what an optimizer counts beside it is a small part
+# State that an optimizer keeps, in sizes of the parameters. Others keep as much as Adam, or less.
+_STATES: Final[Mapping[str, float]] = {"ASGD": 1, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0.1}
+_MOST_STATES: Final = 2.0
+_MORE_STATE: Final = ("momentum", "amsgrad", "centered")  # Options that keep one more value of each parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,3 +81,29 @@ def state_share(training: TrainingSettings, dtype: torch.dtype) -> float:
     sample = [torch.empty(_SAMPLE_WEIGHTS, dtype=dtype, device="cpu")]
     needs = measure_optimizer(sample, lambda shadows: make_optimizer(shadows, training, training.lr, sample[0].device))
     return needs.state_bytes / needs.parameter_bytes
+
+
+def expected_memory(optimizers: Sequence[Optimizer], *, on_host: bool = False) -> OptimizerMemory:
+    """Returns the memory that optimizers are expected to take, by their classes: none of them is run for it. `on_host`
+    tells whether their state waits on the host.
+    """
+    sizes: list[int] = []
+    state, transient = 0.0, 0
+    for optimizer in optimizers:
+        groups = optimizer.param_groups
+        trained = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
+        sizes += [parameter.nbytes for parameter in trained if parameter.nbytes]
+        # An optimizer with momentum keeps nothing else, unless the table names it.
+        usual = 0.0 if "momentum" in optimizer.defaults else _MOST_STATES
+        copies = _STATES.get(type(optimizer).__name__, usual)
+        copies += sum(any(group.get(option) for group in groups) for option in _MORE_STATE)
+        stepped = chunk_bytes(trained) if on_host else sum(parameter.nbytes for parameter in trained)
+        # PyTorch's optimizers make a copy of the parameters for a moment (`foreach`), unless they are fused.
+        copied = 0 if any(group.get("fused") for group in groups) else stepped
+        if on_host:
+            copied += round(CHUNKS * copies * stepped)
+        else:
+            state += max(copies * stepped - state_bytes(optimizer), 0.0)
+        transient = max(transient, copied)
+    return OptimizerMemory(parameter_bytes=sum(sizes), state_bytes=round(state), transient_bytes=transient,
+                           tensor_bytes=tuple(sizes))  # fmt: skip

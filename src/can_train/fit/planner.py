@@ -562,11 +562,12 @@ class Planner:
         orders = planned_orders(self.task, skipped, seed=training.seed, epochs=training.epochs)
         order = price(self.task, next(orders), phase)
         # Samples that cost the same cost so in any order; epochs that differ have other numbers of them.
-        alike = order.is_uniform and not epochs_differ(self.task, training.epochs)
+        is_uniform = order.is_uniform
+        alike = is_uniform and not epochs_differ(self.task, training.epochs)
         other_epochs = [] if alike else [price(self.task, rows, phase) for rows in orders]
         # Buffers of shards come and go with other ranks.
-        is_uniform = order.is_uniform and self.explorer.rung.ranks == 1
-        decided = rule.decide(limits if request.searches else None, is_uniform=is_uniform)
+        needs_no_margin = is_uniform and self.explorer.rung.ranks == 1
+        decided = rule.decide(limits if request.searches else None, is_uniform=needs_no_margin)
         request = replace(request, epoch_shares=epoch_shares(self.task, skipped, epochs=training.epochs))
         resolve = partial(
             resolve_plan,
