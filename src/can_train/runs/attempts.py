@@ -64,7 +64,8 @@ class StopRequests:
     A signal that arrives while an extension module is initialized is handled after the initialization.
 
     Attributes:
-        received: Number of the first signal; None: no signal yet.
+        received: Number of the first signal; None: no signal yet. Until it raises its `SystemExit`, SIGUSR2 counts
+            before SIGTERM.
         terminated: Whether SIGTERM arrived, first or later.
         has_interrupted: Whether a signal has raised its `SystemExit` in the middle of other code.
     """
@@ -115,7 +116,9 @@ class StopRequests:
             self._postponed.append(timer)
             return
         first = self.received is None
-        self.received = self.received or number
+        # Signals that arrive together are handled in any order. A warned job asks SLURM why SIGTERM came.
+        is_warned = number == signal.SIGUSR2 and self.received == signal.SIGTERM and not self.has_interrupted
+        self.received = number if is_warned else self.received or number
         self.terminated |= number == signal.SIGTERM
         if first and not self._deferring:
             self.has_interrupted = True
