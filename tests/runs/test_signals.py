@@ -3,6 +3,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,26 @@ def test_a_signal_ends_the_process_at_once(number: int, status: int) -> None:
     with pytest.raises(SystemExit) as stop, StopRequests().installed():
         send(number)
     assert stop.value.code == status
+
+
+def test_of_signals_that_arrive_together_the_warning_counts_in_any_order() -> None:
+    for numbers in ((signal.SIGUSR2, signal.SIGTERM), (signal.SIGTERM, signal.SIGUSR2)):
+        stops = StopRequests()
+        with pytest.raises(SystemExit) as stop:
+            run_deferred(stops, *(partial(send, number) for number in numbers))
+        assert (stop.value.code, stops.terminated) == (140, True)
+
+
+def test_a_warning_does_not_interrupt_the_saving_after_sigterm() -> None:
+    stops, done = StopRequests(), list[str]()
+    with stops.installed():
+        with pytest.raises(SystemExit) as stop:
+            send(signal.SIGTERM)
+        with stops.deferred():
+            send(signal.SIGUSR2)
+            done.append("saved")
+        done.append("closed")
+    assert (stop.value.code, done) == (143, ["saved", "closed"])
 
 
 def test_a_signal_while_an_extension_module_is_initialized_ends_the_process_after_it() -> None:

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -147,20 +147,15 @@ def test_a_job_that_is_asked_to_leave_is_not_put_back(start: Start, entry: str) 
 
 
 @pytest.mark.parametrize(
-    "numbers",
-    [(signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM), (signal.SIGTERM, signal.SIGUSR2)],
-    ids=["the warning first", "the warning last"],
-)
-@pytest.mark.parametrize(
     ("state", "put_back"),
     [("COMPLETING|TimeLimit", True), ("CANCELLED|None", False), ("PREEMPTED|None", False), ("", False)],
     ids=["the limit itself", "cancelled", "preempted", "SLURM does not answer"],
 )
 def test_a_warned_job_that_is_then_sent_away_saves_and_stays_away_unless_for_the_limit(
-    start: Start, state: str, put_back: bool, numbers: Sequence[int]
+    start: Start, state: str, put_back: bool
 ) -> None:
     job = start("train", state=state, step_s=0.5)
-    assert job.send(*numbers) == WARNED
+    assert job.send(signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM) == WARNED
     assert (job.folder / "saved").exists()
     assert ("scontrol requeue 7" in job.calls) == put_back
 
