@@ -132,6 +132,17 @@ def test_a_trial_whose_loss_is_not_finite_leaves_the_search_going(own: tuple[str
     assert "is not finite" not in capsys.readouterr().err
 
 
+def test_a_trial_whose_model_does_not_fit_leaves_the_search_going(own: tuple[str, ...], tmp_path: Path, capsys) -> None:
+    line = (*own, "--device", "sim:4MiB", "--set", "task.hidden=8,300000", "--search", "random", "--trials", "4")
+    assert main((*line, "--no-asha")) == 0
+    err = capsys.readouterr().err
+    made = trials(tmp_path)
+    large = {number for number, each in made.items() if (each.trial.values or {})["task.hidden"] == "300000"}
+    assert large
+    assert {*made} - large == {number for number, each in made.items() if each.has_finished}
+    assert err.count("error: The weights of the model must fit on the device") == len(large)
+
+
 def test_a_search_that_was_killed_goes_on_with_the_values_of_its_trial(own: tuple[str, ...], tmp_path: Path) -> None:
     line = (*own, *AXES, "--trials", "2", "--no-asha", "--epochs", "60", "--checkpoint-every", "5")
     folders = ("--runs-dir", str(tmp_path / "runs"), "--state-dir", str(tmp_path / "state"))

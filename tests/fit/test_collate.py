@@ -181,5 +181,7 @@ def test_samples_that_are_not_built_alike_are_told_with_their_place(samples: lis
 
 def test_numbers_of_several_kinds_become_the_widest() -> None:
     assert pad_and_stack([1, 2.5]).tolist() == [1.0, 2.5]
+    # No number is rounded before the run's precision is known.
+    assert pad_and_stack([0.1, 16777217]).tolist() == [0.1, 16777217.0]
     assert pad_and_stack([True, np.int64(3)]).tolist() == [1, 3]
     assert pad_and_stack([True, np.bool_(False)]).dtype == torch.bool

@@ -57,7 +57,7 @@ def test_an_attempt_that_ends_well_says_so(tmp_path: Path) -> None:
         (KeyError("name"), "failed", "KeyError: 'name'"),
         (RuntimeError("two\n  lines"), "failed", "RuntimeError: two lines"),
         (ValueError(), "failed", "ValueError"),
-        (SystemExit(3), "failed", ""),
+        (SystemExit(3), "failed", "The code called sys.exit(3)"),
         (SystemExit(WARNED), "time_limit", ""),
         (caused(WARNED, CanTrainError("Too often", remedy="")), "time_limit", "Too often."),
         (SystemExit(TERMINATED), "terminated", ""),

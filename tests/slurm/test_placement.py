@@ -138,5 +138,10 @@ def test_no_usable_place_is_an_error_with_each_reason_once() -> None:
     with pytest.raises(ConfigError, match="No partition takes the run") as caught:
         reason(best_first([*refused, usable("c", does_not_fit="The training does not fit t4-16gb")]))
     assert caught.value.value == "The training does not fit t4-16gb; Its time limit is 2 minutes"
+    assert caught.value.remedy.startswith("Ask for less time")
+    short = [usable(name, refusal="Its time limit is 1 minute", remedy="Give --time 4 or more") for name in ("a", "b")]
+    with pytest.raises(ConfigError) as caught:
+        reason(short)
+    assert caught.value.remedy == "Give --time 4 or more"
     with pytest.raises(ConfigError, match="No partition of the cluster is up"):
         reason([])

@@ -84,6 +84,14 @@ def test_what_was_said_stays() -> None:
     assert asked(additional={"cpus-per-gpu": 4}).cpus == 0
 
 
+def test_a_job_that_has_its_nodes_alone_has_their_memory() -> None:
+    """SLURM leaves it at the default memory of a processor."""
+    for settings in ({"exclusive": True}, {"additional": {"exclusive": True}}):
+        alone = asked(nodes=(GPU_NODE, SMALL_NODE), **settings)
+        assert (alone.cpus, alone.mem) == (0, "60000M")
+    assert asked(exclusive=True, mem_per_gpu="4G").mem == ""
+
+
 def test_a_job_has_a_day_or_what_the_partition_allows() -> None:
     assert asked().time == "1-0:00:00"
     assert asked(limit=90).time == "1:30:00"

@@ -14,7 +14,7 @@ from torch.utils.data import WeightedRandomSampler
 
 from can_train import Feature, Phase, Task, predict_peak, simulated_gpu
 from can_train.config.settings import TrainingSettings
-from can_train.errors import DataError, DoesNotFitError, TaskError
+from can_train.errors import DataError, DoesNotFitError, Stopped, TaskError
 from can_train.fit.explore import Explorer
 from can_train.fit.plan_notices import limits_notices
 from can_train.memory.meters import SimulatedMeter
@@ -159,6 +159,22 @@ def test_an_error_of_the_task_says_what_it_was_asked_for_and_shows_its_own_lines
         batch.losses(task.build_model(), 0, 2)
     assert caught.value.traceback.splitlines()[0].startswith("Traceback")
     assert "test_sample_task.py" in caught.value.traceback.splitlines()[1]
+
+
+def test_a_task_that_exits_has_failed_and_a_signal_in_its_code_has_not() -> None:
+    class Ending(Words):
+        stop: BaseException = SystemExit(0)
+
+        def loss(self, model: nn.Module, batch: Any) -> Losses:
+            raise self.stop
+
+    task = Ending()
+    batch = task.logical_batch(task.train_rows[:2], torch.device("cpu"), torch.float64, torch.Generator())
+    with pytest.raises(TaskError, match=r"Ending\.loss failed: SystemExit: 0"):
+        batch.losses(task.build_model(), 0, 2)
+    task.stop = Stopped(143)
+    with pytest.raises(Stopped):
+        batch.losses(task.build_model(), 0, 2)
 
 
 @pytest.mark.parametrize(

@@ -415,7 +415,8 @@ def _tested(run: ResolvedRun, places: Sequence[Place], partitions: Sequence[Part
         try:
             job = plan_job(here, code, partitions)
         except CanTrainError as error:
-            tested.append(replace(place, refusal=f"{error.rule} ({error.value})" if error.value else error.rule))
+            refusal = f"{error.rule} ({error.value})" if error.value else error.rule
+            tested.append(replace(place, refusal=refusal, remedy=error.remedy))
             continue
         answer = expected_start(job.script or "")
         cards = place.cards or tuple(job.device.cards)

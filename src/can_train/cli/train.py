@@ -34,7 +34,14 @@ from can_train.cli.train_options import (
 from can_train.config.resolved import user_file
 from can_train.config.settings import split_list
 from can_train.config.task_settings import task_names
-from can_train.errors import RUN_FAILED, CanTrainError, ConfigError, FailedRunError, with_command_name
+from can_train.errors import (
+    RUN_FAILED,
+    CanTrainError,
+    ConfigError,
+    DoesNotFitError,
+    FailedRunError,
+    with_command_name,
+)
 from can_train.reporter import LineReporter, SilentReporter, TextTable
 from can_train.slurm.launchers import check_started_once, find_launch, launched_place
 
@@ -373,7 +380,8 @@ def _train_trials(planned: "PlannedSearch", verbosity: Verbosity, *, as_json: bo
             printer.print(attempt, folder)
         except CanTrainError as error:
             # A loss that is no longer finite, a model that does not fit: the other trials may be good.
-            if error.exit_code != RUN_FAILED:
+            does_not_fit = isinstance(error, DoesNotFitError) and printer.folder is not None
+            if error.exit_code != RUN_FAILED and not does_not_fit:
                 raise
             output.print_error(error)
 

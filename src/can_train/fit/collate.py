@@ -131,8 +131,8 @@ def pad_and_stack(samples: Sequence[Any]) -> Any:
     """Makes a batch of samples that are built alike.
 
     Tensors are stacked along a new first dimension; where they differ in their first dimension they are padded with
-    zeros at the end, to the longest. Numbers become a tensor, text and anything else a list. Of tuples, lists, dicts
-    and dataclasses each member is collated by itself.
+    zeros at the end, to the longest. Numbers become a tensor (integers int64, others fp64), text and anything else a
+    list. Of tuples, lists, dicts and dataclasses each member is collated by itself.
 
     >>> pad_and_stack([(torch.tensor([1, 2]), 0), (torch.tensor([3]), 1)])
     (tensor([[1, 2],
@@ -162,7 +162,8 @@ def _stacked(samples: Sequence[Any], place: str) -> Any:
                                  for each in samples], place)  # fmt: skip
     for kind, kinds in _NUMBERS:
         if all(isinstance(sample, kinds) for sample in samples):
-            return torch.tensor([kind(sample) for sample in samples])
+            # As PyTorch's own collation does: fp32 rounds 0.1 and 16777217.0, which fp64 trains on.
+            return torch.tensor([kind(sample) for sample in samples], dtype=torch.float64 if kind is float else None)
     if isinstance(first, _NUMBERS[-1][1]):
         _check_kinds(samples, _NUMBERS[-1][1], place)
     if isinstance(first, Mapping):

@@ -528,8 +528,11 @@ class Explorer:
         if known is not None and (known.climbed or rung_of(known) != self.rung):
             known = None
         with self._trained_alone() as buffer_copies:
-            optimizer, held, work = self._mid_run(buffer_copies, held_bytes)
+            # Otherwise the first step would tell, which the next rung may have room for.
             optimizer_peak = self.optimizer_peak_bytes()
+            if optimizer_peak > self.meter.capacity_bytes:
+                raise model_does_not_fit(optimizer_peak, self.meter.capacity_bytes)
+            optimizer, held, work = self._mid_run(buffer_copies, held_bytes)
             training = find_limit(work, self.meter, upper, replace(search, known=known.training if known else None))
             # Evaluation runs without gradients.
             del work

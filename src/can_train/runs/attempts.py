@@ -126,7 +126,7 @@ class StopRequests:
         # SLURM sends SIGTERM twice, and again after its warning. The second signal must not interrupt the saving that
         # the first signal began; SLURM kills a process that takes too long. Only a person sends SIGINT, and means it.
         if not first and number == signal.SIGINT:
-            raise SystemExit(128 + number)
+            raise Stopped(128 + number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,9 +345,11 @@ def _describe_end(error: BaseException | None) -> tuple[str, str, dict[str, Any]
         return "finished", "", {}
     if isinstance(error, SystemExit):
         # A job turns an error that it has printed into an exit status; the error is the cause of the SystemExit.
-        ending, message, details = _describe_end(error.__cause__)
         by_signal = ENDING_BY_STATUS.get(error.code) if isinstance(error.code, int) else None
-        return by_signal or (ending if error.__cause__ else "failed"), message, details
+        if error.__cause__ is None:
+            return by_signal or "failed", "" if by_signal else f"The code called sys.exit({error.code})", {}
+        ending, message, details = _describe_end(error.__cause__)
+        return by_signal or ending, message, details
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", "", {}
     ending, details = "failed", {}

@@ -46,6 +46,7 @@ class Place:
         gpu: Kind of the GPUs by the cluster's name; empty: no GPU, or GPUs without a name.
         cards: Keys in the catalogue of the GPUs that the job may get.
         refusal: Reason why the job cannot be sent there; empty: it can.
+        remedy: What would let it be sent there; empty: it can, or SLURM refuses it.
         does_not_fit: Reason why no plan fits there; empty: a plan fits, or no plan was made.
         plan: Rung, micro-batches and peak as in a dry run's table; empty: no plan was made.
         start: Time when SLURM expects the job to start; None: SLURM does not tell.
@@ -58,6 +59,7 @@ class Place:
     gpu: str = ""
     cards: tuple[str, ...] = ()
     refusal: str = ""
+    remedy: str = ""
     does_not_fit: str = ""
     plan: tuple[str, str, str] | None = None
     start: datetime | None = None
@@ -267,8 +269,13 @@ def _no_place(places: Sequence[Place]) -> ConfigError:
                            remedy="Name a partition: --partition NAME; sinfo lists them")  # fmt: skip
     reasons = dict.fromkeys(place.refusal or place.does_not_fit for place in places)
     more = f"; and {len(reasons) - _MOST_REASONS} more reasons" if len(reasons) > _MOST_REASONS else ""
-    return ConfigError("No partition takes the run", value="; ".join([*reasons][:_MOST_REASONS]) + more,
-                       remedy="Ask for less time, less memory or fewer GPUs, or shrink the model")  # fmt: skip
+    remedies = {place.remedy for place in places}
+    remedy = remedies.pop() if len(remedies) == 1 else ""
+    return ConfigError(
+        "No partition takes the run",
+        value="; ".join([*reasons][:_MOST_REASONS]) + more,
+        remedy=remedy or "Ask for less time, less memory or fewer GPUs, or shrink the model",
+    )
 
 
 COLUMNS: Final = ("partition", "GPU", "rung", "micro-batches", "peak", "epoch", "starts", "ends")

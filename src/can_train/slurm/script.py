@@ -163,7 +163,7 @@ MAX_DEFAULT_MEMORY_MIB: Final = 32 * 2**10
 """Largest default memory of a rank in MiB; data sets in memory need far less."""
 WORKER_MEMORY_MIB: Final = 2**10
 """Memory in MiB of a process that reads samples, without the memory that it shares with its rank."""
-_SETS_MEMORY: Final = frozenset(("mem-per-cpu", "mem-per-gpu", "exclusive"))
+_SETS_MEMORY: Final = frozenset(("mem-per-cpu", "mem-per-gpu"))
 _SETS_CPUS: Final = frozenset(("cpus-per-gpu", "exclusive", "threads-per-core"))
 """Other sbatch options through which a user decides the amount."""
 
@@ -208,6 +208,9 @@ def with_cluster_defaults(
     cpus = cluster.cpus or (0 if decided & _SETS_CPUS else fair_cpus)
     if cluster.mem or decided & _SETS_MEMORY:
         return replace(cluster, cpus=cpus)
+    if "exclusive" in decided:
+        # SLURM gives such a job all processors and GPUs of its nodes, but no more memory than to other jobs.
+        return replace(cluster, cpus=cpus, mem=memory_text(min(node.memory_mib for node in nodes)))
     most_mib = MAX_DEFAULT_MEMORY_MIB + workers * WORKER_MEMORY_MIB
     if offloads:
         most_mib = max(node.memory_mib for node in nodes)
