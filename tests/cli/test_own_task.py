@@ -10,6 +10,7 @@ from can_train.cli.main import main
 from can_train.config.compose import RunRequest, changed_settings, from_plain, resolve, with_changes
 from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yaml
 from can_train.errors import ConfigError
+from can_train.runs import recording
 from fakes.own_tasks import CLASSIFIER, PADDED, TAILED, write_task
 
 
@@ -181,6 +182,20 @@ def test_an_error_while_it_trains_ends_a_run_with_three_and_is_told(own: Path, t
     assert "AssertionError: too late" in error["traceback"]
     (run,) = (tmp_path / "runs").iterdir()
     assert "AssertionError: too late" in (run / "log.txt").read_text()
+
+
+def test_a_disk_that_is_full_while_it_trains_is_said_with_the_run_and_the_remedy(
+    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "open_to_append", lambda _: Path("/dev/full").open("a"))  # noqa: SIM115
+    assert main(("--task", f"{own}:MyTask", "--device", "cpu", "--epochs", "2")) == 3
+    error = capsys.readouterr().err
+    (run,) = (tmp_path / "runs").iterdir()
+    for text in (error, (run / "log.txt").read_text()):
+        said = " ".join(text.split())
+        assert f"error: A file cannot be written for lack of space: {run}: No space left on device. " in said
+        assert "Free some space; a run goes on with can-train resume RUN" in said
+        assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,12 @@ def without_reasons(answer: SchedulerAnswer) -> SchedulerAnswer:
     return replace(answer, accounts=[replace(row, reason="") for row in answer.accounts])
 
 
+def held_until(time: str, *attempts: AttemptFacts) -> RunFacts:
+    """A job whose start is set for later, by a person or by a requeue."""
+    row = QueueRow(job=slurm_job("9"), state="PENDING", reason="BeginTime", start=time)
+    return RunFacts(run=RUN, jobs=[job("9")], attempts=attempts, answer=SchedulerAnswer(queue=[row]))
+
+
 def restarted(state: str, second: AttemptFacts) -> RunFacts:
     """A job that was started again while the process of its first attempt trained on."""
     answer = SchedulerAnswer(queue=[QueueRow(job=slurm_job("9"), state=state, nodes="n1")])
@@ -44,6 +50,11 @@ CASES: dict[str, tuple[RunFacts, str, str]] = {
         of_job("fail", begun("fail", "failed"), result={"best_validation_loss": 0.25, "best_epoch": 3}),
         "finished", "best validation loss 0.25 after epoch 3"),
     "held": (of_job("held"), "queued", "held by its user"),
+    "its start set for later": (
+        held_until("2026-11-30T05:42:00"), "queued",
+        "its start was set for later; it starts at 2026-11-30 05:42:00 at the earliest"),
+    "put back, and held for a moment": (
+        held_until("", attempt(1, "9", "time_limit")), "queued", "put back into the queue, and is held; before that"),
     "a limit above the partition's": (of_job("ptl"), "queued", "is above the partition's, and it can never start"),
     "its dependency never satisfied, and still in the queue": (of_job("child2"), "never started", "did not finish"),
     "its dependency never satisfied, and out of the queue": (of_job("child"), "never started", "did not finish"),

@@ -281,6 +281,14 @@ def test_runs_that_share_a_job_end_each_by_itself_and_the_job_goes_back_once(
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     over = [_is_over(RunFolder(path)) for path in (job.path, *others)]
     assert over == [False, True, False]
+    # The job comes back for the others, and one of them kills it: the run that was over has no other ending.
+    for path in (job.path, others[1]):
+        assert Attempts(path).current
+    assert job.after(137) == "a killed process: put back into the queue"
+    last = Attempts(others[0]).end(len(Attempts(others[0]).starts()))
+    assert last is not None
+    assert last.ending == "failed"
+    assert _is_over(RunFolder(others[0]))
 
 
 def test_each_process_of_a_shared_job_trains_its_run_and_knows_its_share(

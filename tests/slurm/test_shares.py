@@ -109,6 +109,7 @@ def test_runs_that_share_a_gpu_share_its_part_of_the_node() -> None:
     alone, packed = (with_cluster_defaults(ClusterSettings(pack=pack), place, "cuda") for pack in ("", "4"))
     assert [(run.cpus, run.mem, run.gpus_per_node) for run in (alone, packed)] == [(8, "32G", 1), (2, "128G", 1)]
     assert (packed.num_ranks, packed.tasks_per_node) == (1, 4)
+    assert with_cluster_defaults(ClusterSettings(pack="4", mem="64G"), place, "cuda").cpus == 2
 
 
 @pytest.mark.parametrize("settings", [{"pack": "0"}, {"pack": "many"}, {"pack": "99"}, {"pack": "2", "gpus": "2"}])

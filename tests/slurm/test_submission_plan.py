@@ -254,19 +254,11 @@ def test_a_process_of_this_machine_is_not_waited_for(tmp_path: Path) -> None:
         plan_submission([run(tmp_path)], "code", [MAIN], after=["a"])
 
 
-def test_a_run_starts_from_the_weights_of_the_one_before_it_where_its_model_is_the_same(tmp_path: Path) -> None:
+def test_a_run_that_waits_for_another_one_trains_its_own_weights(tmp_path: Path) -> None:
     parent = entered(tmp_path, "a")
     Path(parent.path, "result.json").write_text("{}")
-
-    def started_from(**request: Any) -> str:
-        order = plan_submission([run(tmp_path, **request)], "code", [MAIN], after=["a"])
-        ((ordered,),) = order.groups
-        assert ordered.run.config["training"]["start_from"] == ordered.run.training.start_from
-        return ordered.run.training.start_from
-
-    assert started_from() == parent.path
-    assert started_from(size="teacher") == ""
-    assert started_from(values={"training.start_from": "/elsewhere"}) == "/elsewhere"
+    ((ordered,),) = plan_submission([run(tmp_path)], "code", [MAIN], after=["a"]).groups
+    assert ordered.run.training == run(tmp_path).training
 
 
 def test_the_newest_finished_run_of_the_same_memory_says_what_to_expect(tmp_path: Path) -> None:

@@ -50,9 +50,12 @@ def test_the_last_batch_of_an_epoch_has_its_true_weight(tmp_path: Path) -> None:
 
 
 def test_patience_ends_a_training_that_no_longer_gains(tmp_path: Path) -> None:
-    session = train_line(tmp_path, epochs=50, lr=1e-12, patience=2, weight_decay=0.0, seed=1)
-    assert session.progress.epoch < 50
-    assert "stopping after" in " ".join(notices(session))
+    for interval, unit in ((1, "epochs"), (2, "validations")):
+        still = {"lr": 1e-12, "weight_decay": 0.0, "val_interval": interval}
+        session = train_line(tmp_path / unit, epochs=50, patience=2, seed=1, **still)
+        assert session.progress.epoch < 50
+        said = f"No better validation loss in 2 {unit}: stopping after epoch {session.progress.epoch}"
+        assert said in " ".join(notices(session))
 
 
 def notices(session: Session) -> list[str]:

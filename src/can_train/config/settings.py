@@ -549,7 +549,7 @@ class TrainingSettings:
     deterministic: bool = False
     """Use deterministic algorithms only; an operation that has none is an error."""
     patience: int = 0
-    """Epochs without a better validation before training stops; 0 never stops early."""
+    """Validations (one each `val_interval` epochs) without a better one before training stops; 0: never early."""
     best_by: str = "loss"
     """Figure of the validation that chooses the best weights and stops early: loss, a metric as accuracy, mae:min."""
     keep: str = "best"

@@ -188,8 +188,11 @@ def _temporary(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
     try:
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
             yield temporary, file
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        # A full disk is noticed as the file is written, without a name.
+        if isinstance(error, OSError) and error.filename is None and error.errno is not None:
+            error.filename = str(path)
         raise
 
 

@@ -386,7 +386,7 @@ def sweep_table(runs: Sequence[ComparedRun]) -> TextTable:
     if not differing:
         sign = -1 if best.is_higher_better else 1
         rows.sort(key=lambda row: (row[0] is None, sign * (row[0] or 0.0)))
-    names = [name.rpartition(".")[2] for name in settings]
+    names = [name if name == "training.epochs" else name.rpartition(".")[2] for name in settings]
     columns = (*(("trial",) if has_numbers else ()), "run", "state", *names, "epochs", best.metric or "score")
     note = f"{best.metric}: {'higher' if best.is_higher_better else 'lower'} is better"
     if differing:

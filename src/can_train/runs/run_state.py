@@ -401,6 +401,9 @@ def _state_in_queue(row: scheduler.QueueRow, facts: RunFacts) -> RunState:
     again = f"submitted again ({facts.jobs[-1].reason})" if facts.jobs and facts.jobs[-1].reason else ""
     if row.state in scheduler.WAITING:
         why = scheduler.reason_in_words(row.reason)
+        if row.reason == scheduler.BEGIN_TIME:
+            kept = "it was put back into the queue, and is held" if attempts else "its start was set for later"
+            why = f"{kept}; it starts at {row.start.replace('T', ' ')} at the earliest" if row.start else kept
         if row.reason == scheduler.NEVER_SATISFIED and not attempts:
             return RunState(NEVER_STARTED, f"{why}; can-train cancel takes it out of the queue")
         history = f"before that: {_in_words(infer_attempt_state(attempts[-1], facts))}" if attempts else ""

@@ -98,12 +98,15 @@ class NoControllerError(CanTrainError):
 NEVER_SATISFIED: Final = "DependencyNeverSatisfied"
 """The only reason that lets a job wait forever."""
 
+BEGIN_TIME: Final = "BeginTime"
+"""The reason of a job that has been requeued, or that was submitted with `--begin`."""
+
 _REASONS: Final[Mapping[str, str]] = {
     "Priority": "other jobs come before it",
     "Resources": "it waits for free nodes",
     "Dependency": "it waits for another job",
     NEVER_SATISFIED: "the run that it waits for did not finish",
-    "BeginTime": "it was put back into the queue and is held for a moment, or its start was set for later",
+    BEGIN_TIME: "it was put back into the queue and is held for a moment, or its start was set for later",
     "JobHeldUser": "it is held by its user (scontrol release lets it go)",
     "JobHeldAdmin": "it is held by an administrator",
     "JobArrayTaskLimit": "as many jobs of its array run as may at once",

@@ -338,7 +338,8 @@ def find_run(runs: Sequence[KnownRun], name: str) -> KnownRun:
                               "Give a part of a name that a single run has")  # fmt: skip
     remedy = "There are no runs yet; --runs-dir and --state-dir name other folders"
     if runs:
-        nearest = nearest_first(name, (known.run_id for known in runs))
+        sweeps = (known.record.sweep for known in runs if known.record.sweep)
+        nearest = nearest_first(name, (*(known.run_id for known in runs), *sweeps))
         remedy = f"The nearest names:{_listed(nearest)}\ncan-train runs lists all runs"
     raise RunError("There is no such run", value=repr(name), remedy=remedy)
 

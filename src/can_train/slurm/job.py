@@ -554,6 +554,9 @@ def _after_run(
     """Records how the run of a job ended, and submits it again if it may be; returns a sentence about it, or the run,
     its ending and the decision where the job goes back into the queue.
     """
+    # A run that shares its job with others, and was over before the job came back for them.
+    if ended.job.packed_with > 1 and ended.end is None and _is_over(ended.folder):
+        return ""
     # SLURM may start the job of a finished run again, on a node where nothing begins.
     if ended.end.ending == "finished" if ended.end else ended.folder.result_path.is_file():
         return notify(ended.folder, ended.settings, "finished", label=place_in_sweep(ended.run, ended.folder).label)

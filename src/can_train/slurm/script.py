@@ -205,7 +205,7 @@ def with_cluster_defaults(
     most_cpus = max(MAX_DEFAULT_CPUS, workers + 1)
     sharing = {node.name: max(cluster.ranks, _ranks_sharing(node, most_cpus)) for node in nodes}
     fair_cpus = max(1, min(most_cpus, *(node.cpus // sharing[node.name] for node in nodes)))
-    cpus = cluster.cpus or (0 if decided & _SETS_CPUS else fair_cpus)
+    cpus = cluster.cpus or (0 if decided & _SETS_CPUS else max(1, fair_cpus // cluster.runs_per_job))
     if cluster.mem or decided & _SETS_MEMORY:
         return replace(cluster, cpus=cpus)
     if "exclusive" in decided:
@@ -216,7 +216,6 @@ def with_cluster_defaults(
         most_mib = max(node.memory_mib for node in nodes)
     rank_mib = min(min(most_mib, node.memory_mib // sharing[node.name]) for node in nodes)
     if cluster.runs_per_job > 1:
-        cpus = cluster.cpus or max(1, cpus // cluster.runs_per_job)
         share_mib = min(node.memory_mib // sharing[node.name] for node in nodes)
         rank_mib = min(rank_mib * cluster.runs_per_job, share_mib)
     memory_mib = rank_mib * cluster.ranks_per_node

@@ -53,8 +53,6 @@ _PROCESS_GIB: Final = 2  # Memory of a rank beside the tensors of its GPU that w
 UNKNOWN: Final = "No such run has finished yet: the job plans it on its device"
 _MAX_RUNS_READ: Final = 5
 """Number of earlier runs of a key whose files are read: folders may lie on a slow network file system."""
-_SAME_MODEL: Final = ("task", "model_name", "size", "model")
-"""Settings that must agree for the weights of a run to fit another run. Only the job can verify them."""
 
 
 _SRUN_BY_CAN_TRAIN: Final = ("output", "error", "input", "ntasks", "ntasks-per-node", "nodes", "multi-prog", "export")
@@ -78,7 +76,8 @@ def find_partitions(name: str, partitions: Sequence[Partition]) -> list[Partitio
             raise ConfigError("--partition auto chooses a place for new runs alone",
                               value=name, remedy="Name a partition here")  # fmt: skip
         if part not in by_name:
-            raise unknown_name("partition", part, by_name)
+            variable = f". SBATCH_PARTITION={name} names it" if os.environ.get("SBATCH_PARTITION") == name else ""
+            raise unknown_name("partition", part, by_name, more=variable)
     return [by_name[part] for part in name.split(",")]
 
 
@@ -333,8 +332,7 @@ def plan_submission(  # noqa: PLR0913 - the runs, their code, and what is known 
     parents = [find_run(known, name) for name in after]
     candidates, notices, checked = [], [], list[ClusterSettings]()
     for index, run in enumerate(runs):
-        started = with_start_weights(run, [parent.record for parent in parents])
-        ready, run_notices = complete(started, partitions, on_host[index] if on_host else 0)
+        ready, run_notices = complete(run, partitions, on_host[index] if on_host else 0)
         # The runs of a sweep mostly ask for the same, and each check starts SLURM's programs.
         if ready.cluster not in checked:
             check_options(ready.cluster)
@@ -363,23 +361,6 @@ def plan_submission(  # noqa: PLR0913 - the runs, their code, and what is known 
     return SubmissionPlan(groups=groups, duplicate_runs=duplicate_runs, after=[parent.run_id for parent in parents],
                           dependency=dependency, notices=list(dict.fromkeys(notices)),
                           sweep=describe_sweep([run.config for run in runs]) if len(runs) > 1 else ())  # fmt: skip
-
-
-def with_start_weights(run: ResolvedRun, parents: Sequence[RunRecord]) -> ResolvedRun:
-    """Sets `training.start_from` of a run to the first parent that trains the same model, if there is one.
-
-    Parents that are reference models of the run are skipped.
-
-    Raises:
-        RunError: A parent's configuration cannot be read.
-    """
-    built_on = {getattr(run.mode, needed.role) for needed in run.prerequisites}
-    for parent in parents:
-        config = RunFolder(Path(parent.path)).config()
-        same = all(config.get(name) == run.config[name] for name in _SAME_MODEL)
-        if same and not run.training.start_from and str(Path(parent.path).resolve()) not in built_on:
-            return replace(run, training=replace(run.training, start_from=parent.path))
-    return run
 
 
 def complete(

@@ -33,6 +33,7 @@ from can_train.errors import (
     StateError,
     Stopped,
     errors_of_steps,
+    from_os_error,
 )
 from can_train.factors.observations import Observation, Started, next_time, write_record
 from can_train.factors.observations import Outcome as AttemptOutcome
@@ -549,7 +550,8 @@ def train(session: Session) -> None:
             elif stopped_early:
                 figure = session.criterion.name
                 better = "validation loss" if figure == LOSS else f"{figure} in validation"
-                text = f"No better {better} in {patience} epochs: stopping after {progress.epoch}"
+                unit = "epochs" if session.training.val_interval == 1 else "validations"
+                text = f"No better {better} in {patience} {unit}: stopping after epoch {progress.epoch}"
                 session.reporter.notice(text)
             elif session.is_time_up and progress.epoch < epochs:
                 text = f"The training time of {session.training.max_time} is up: stopping at step {progress.step}"
@@ -1126,6 +1128,12 @@ def recording_observation(session: Session, *, may_go_on: bool = False) -> Itera
         outcome = _outcome_of_attempt(error)
         if isinstance(error, CanTrainError):
             error.exit_code = RUN_FAILED
+        # A full disk, a file system that has gone: a job and the log need the remedy, too.
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(session.folder.path)
+            if (told := from_os_error(error)) is not None:
+                told.exit_code = RUN_FAILED
+                raise told from error
         raise
     finally:
         # The rest of the record is for the report alone: the error, if there is one, says more.
