@@ -192,6 +192,8 @@ def test_a_sparse_gradient_is_refused_noise() -> None:
         ({"optimizer": "sgd", "weight_decay": 0.0}, True),
         ({"optimizer": "adagrad", "weight_decay": 0.0}, True),
         ({"optimizer": "adagrad"}, False),
+        ({"optimizer": "adagrad", "weight_decay": 0.0, "grad_clip_norm": 1.0}, False),
+        ({"optimizer": "sgd", "weight_decay": 0.0, "grad_clip_value": 1.0}, False),
     ],
 )
 # PyTorch's own warning.
@@ -201,12 +203,30 @@ def test_sparse_gradients_are_refused_where_the_optimizer_would_fail(changes: di
     settings = TrainingSettings(**changes)
     made = optimizers.make_optimization(model, settings, lr=1.0, total_steps=2)
     model(torch.tensor([1])).sum().backward()
-    with nullcontext() if takes else pytest.raises(RuntimeError, match="sparse"):
-        made.optimizer.step()
+    with nullcontext() if takes else pytest.raises(RuntimeError, match=r"[Ss]parse"):
+        made.step()
     with (
         nullcontext() if takes else pytest.raises(ConfigError, match=r"takes dense gradients alone.*0 has sparse=True")
     ):
         optimizers.check_sparse(model, settings)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_sparse_gradients_train_as_dense_ones_and_their_momentum_has_the_rows_of_the_table() -> None:
+    settings = TrainingSettings(optimizer="sgd", weight_decay=0.0)
+    tables, states = [], []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        table = torch.nn.Embedding(5, 2, sparse=sparse)
+        made = optimizers.make_optimization(table, settings, lr=1.0, total_steps=9)
+        for _ in range(9):
+            # Most rows come several times.
+            (0.01 * table(torch.randint(0, 5, (20,))).square().sum()).backward()
+            made.step()
+        tables.append(table.weight.detach())
+        states.append(made.optimizer.state[table.weight]["momentum_buffer"])
+    assert torch.allclose(*tables, rtol=0, atol=1e-6)
+    assert states[1]._nnz() == 5
 
 
 def test_a_frozen_sparse_embedding_is_left_alone() -> None:

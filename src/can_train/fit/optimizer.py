@@ -114,6 +114,10 @@ class Optimization:
         Returns:
             Whether the weights moved: under fp16 the scaler skips a step whose gradients overflowed.
         """
+        for parameter in self.parameters:
+            # A momentum would keep both entries of a row that comes twice in a batch, and more with each step.
+            if (gradient := parameter.grad) is not None and gradient.layout is torch.sparse_coo:
+                parameter.grad = gradient.coalesce()
         scale = self.scaler.get_scale()
         if self.clip_norm > 0 or self.clip_value > 0 or self.noise.deviation > 0:
             self.scaler.unscale_(self.optimizer)
@@ -329,15 +333,21 @@ def freeze(model: nn.Module, training: TrainingSettings, *, epoch: int) -> None:
 
 def check_sparse(model: nn.Module, training: TrainingSettings) -> None:
     """Raises ConfigError where the gradient of a module is sparse, and the optimizer takes dense ones alone."""
-    takes_sparse = training.optimizer in ("sgd", "adagrad") and not training.weight_decay
-    if takes_sparse or is_code(training.optimizer):
+    of_pytorch = training.optimizer in ("sgd", "adagrad") and not training.weight_decay
+    takes_sparse = of_pytorch or is_code(training.optimizer)
+    is_clipped = training.grad_clip_norm > 0 or training.grad_clip_value > 0
+    if takes_sparse and not is_clipped:
         return
+    clips = "--grad-clip-norm 0 --grad-clip-value 0"
+    who, remedy = f"The optimizer {training.optimizer}", "--optimizer sgd --weight-decay 0"
+    if is_clipped:
+        who, remedy = "Clipping", clips if takes_sparse else f"{remedy} {clips}"
     for name, module in model.named_modules():
         is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         if is_sparse and module.weight.requires_grad:
-            raise ConfigError(f"The optimizer {training.optimizer} takes dense gradients alone, as it is set",
+            raise ConfigError(f"{who} takes dense gradients alone, as it is set",
                               value=f"{name or type(module).__name__} has sparse=True",
-                              remedy="Leave sparse=True out, or give --optimizer sgd --weight-decay 0")  # fmt: skip
+                              remedy=f"Leave sparse=True out, or give {remedy}")  # fmt: skip
 
 
 def phase_parameters(model: nn.Module, phase: Phase) -> list[tuple[str, nn.Parameter]]:
