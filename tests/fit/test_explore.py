@@ -50,6 +50,7 @@ class Device:
         self._capacity = capacity
         self.peaks: list[float] = []
         self.sizes: list[int] = []
+        self.fitting: set[int] = set()
 
     def __call__(self, positions: Positions) -> int:
         self.sizes.append(len(positions))
@@ -57,6 +58,7 @@ class Device:
         if peak > self._capacity:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         self.peaks.append(peak)
+        self.fitting.add(len(positions))
         return int(peak)
 
     def probed(
@@ -209,8 +211,26 @@ def test_where_four_samples_are_too_much_single_ones_are_tried() -> None:
     device = Device(lambda positions: straight(positions) + 0.1 * GIB * len(positions), capacity=0.25 * GIB)
     probed = device.probed()
     assert device.sizes[0] == SMALLEST_PROBE
-    assert set(device.sizes[1:]) <= {1, 2}
+    assert device.fitting == {1, 2}
     assert probed.largest_peak <= 0.25 * GIB
+
+
+def test_where_a_few_samples_do_not_fit_the_others_show_the_law() -> None:
+    """The length of a batch's longest sample counts, not its square, which single samples could not tell."""
+    lengths = np.random.default_rng(0).integers(1, 60, 100).astype(np.float64)
+    lengths[::17] = 4_000
+    features = tuple(Feature("length", padding=power) for power in (1, 2, 0))
+
+    def padded(positions: Positions) -> float:
+        return 30e3 + 3e3 * len(positions) * float(lengths[positions].max())
+
+    for capacity in (4e6, 8e6):
+        device = Device(padded, capacity=capacity)
+        probed = device.probed(features, np.stack([lengths] * 3, axis=1))
+        assert probed.model.explains
+        linear, squared, summed = probed.model.coefficients
+        assert linear == pytest.approx(3e3, rel=0.02)
+        assert squared * 60 + summed <= 60
 
 
 def test_a_device_that_holds_no_sample_is_an_error() -> None:

@@ -92,6 +92,7 @@ _PROBE_SECONDS: Final = 10.0  # Most probes take less than one; long recurrences
 # WGAN-GP in bf16, recorded for an H100, grows evenly from 13 times as much on.
 _BEYOND_KERNELS: Final = 16.0
 _SIZES_OF_A_LINE: Final = 2  # Of one size alone, nobody knows how much is there without a batch
+_MOST_BISECTIONS: Final = 8  # That look for the largest sample that fits, to a 256th of the samples
 PROBE_SHARE: Final = 0.5  # Share of the capacity that probes stay below: they should be tiny
 
 
@@ -137,25 +138,30 @@ def fit_by_probes(
     readings: list[ProbeReading] = []
     sizes: set[int] = set()  # That were read
     capacity_bytes, are_uniform = bounds.capacity_bytes, not np.ptp(counts, axis=0).any()
+    fitting = np.arange(len(counts))  # Without samples that do not fit by themselves, once some are known
 
     def probes(size: int) -> list[Positions]:
         distinct = min(size, bounds.most_distinct)
-        chosen = [np.resize(each, len(each) * size // distinct) for each in extreme_samples(counts, distinct)]
+        extremes = [fitting[each] for each in extreme_samples(counts[fitting], distinct)]
+        chosen = [np.resize(each, len(each) * size // distinct) for each in extremes]
         peaks = sorted(peak for _, peak in readings)
         # Where other samples, as many of them, took the same and fewer took less, a size need not be read twice.
         agree = are_uniform and any(one == other > peaks[0] for one, other in pairwise(peaks))
         return chosen[-1:] if agree else chosen
 
-    def run_round(size: int) -> bool:
-        """Runs the probes of one size and adds to the readings; returns whether all of them fitted."""
+    def read(positions: Positions) -> bool:
+        """Runs a batch and adds to the readings; returns whether it fitted."""
+        with CatchOutOfMemory() as caught:
+            readings.append((batch_totals(features, counts[positions]), float(measure(positions))))
+            sizes.add(len(positions))
+        return not caught.message
+
+    def run_round(size: int, *, whole: bool = False) -> bool:
+        """Runs the probes of one size, all of them if `whole`, else until one does not fit; returns whether all fit."""
         complete = True
         for positions in probes(size):
-            with CatchOutOfMemory() as caught:
-                readings.append((batch_totals(features, counts[positions]), float(measure(positions))))
-                sizes.add(len(positions))
-            complete = complete and not caught.message
-            # All single samples are tried, since any may be huge.
-            if caught.message and size > 1:
+            complete = read(positions) and complete
+            if not (complete or whole):
                 break
         return complete
 
@@ -163,7 +169,12 @@ def fit_by_probes(
         is_first = not readings
         complete = run_round(SMALLEST_PROBE * multiple)
         if not readings:
-            run_round(1)
+            # Any of them may be huge.
+            if not run_round(1, whole=True) and readings:
+                fitting = _fitting_alone(counts, lambda position: read(np.array([position])))
+            # Of batches of samples that fit, those of small ones tell padding from lengths.
+            if readings:
+                run_round(SMALLEST_PROBE, whole=True)
         elif not complete and len(sizes) < _SIZES_OF_A_LINE:
             # No single samples: BatchNorm cannot train on one.
             run_round(SMALLEST_PROBE // 2)
@@ -187,6 +198,21 @@ def fit_by_probes(
             break
     totals, peak = max(readings, key=lambda reading: reading[1])
     return ProbeFit(model=model, largest_cost=float(totals @ np.asarray(model.coefficients)), largest_peak=peak)
+
+
+def _fitting_alone(counts: NDArray[np.float64], fits: Callable[[int], bool]) -> Positions:
+    """Returns the positions of the samples that are no larger than one that fits by itself, from the features
+    [R, F] of all: it is found by bisection, and the smallest fits.
+    """
+    largest = np.maximum(counts.max(axis=0), 1.0)
+    order = np.argsort((counts / largest).sum(axis=1), kind="stable")
+    least, most = 0, len(order) - 1
+    for _ in range(_MOST_BISECTIONS):
+        if most - least <= 1:
+            break
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(int(order[middle])) else (least, middle)
+    return order[: least + 1]
 
 
 def extreme_samples(counts: NDArray[np.float64], size: int) -> list[Positions]:

@@ -683,10 +683,12 @@ class Planner:
         phase = limits.training
         need = phase.peak_bytes(price(self.task, oversize[:1], phase).total)
         num_samples = len(self._counted_rows)
+        pages = ", too little for the whole pages in which the allocator takes memory"
         leave_out = "Leave them out in the stream" if self.task.in_order else "--oversize skip leaves them out"
         return DoesNotFitError(
             f"Every training sample must fit on the device by itself, and {len(oversize)} of {num_samples} do not",
-            value=f"{named}{more}; they need up to {size_text(need)} of {size_text(limits.capacity_bytes)}",
+            value=f"{named}{more}; they need up to {size_text(need)} of {size_text(limits.capacity_bytes)}"
+            f"{pages if need <= limits.capacity_bytes else ''}",
             remedy=f"{leave_out}; cards that would hold them: {cards_that_hold(need)}",
             details=OutOfMemoryDetails(need_bytes=round(need)),
         )
