@@ -145,7 +145,7 @@ class LineReporter:
     stream: TextIO
     interval_s: float = field(default=_LINE_INTERVAL_S, kw_only=True)
     verbose: bool = field(default=False, kw_only=True)
-    _epochs: int = field(default=0, init=False)
+    _epochs: "EpochTable" = field(default_factory=lambda: EpochTable(), init=False)  # noqa: PLW0108 - defined below
 
     def notice(self, text: str) -> None:
         """Prints a notice as a paragraph."""
@@ -158,8 +158,7 @@ class LineReporter:
 
     def epoch(self, figures: EpochFigures) -> None:
         """Prints the line of an epoch, below headings from time to time."""
-        self.write("\n".join(epoch_lines(figures, COLUMNS, shown=self._epochs)))
-        self._epochs += 1
+        self.write("\n".join(self._epochs.lines(figures, COLUMNS)))
 
     @contextmanager
     def stage(self, title: str, *, total: int | None = None, unit: str = "", done: int = 0) -> Iterator[Stage]:
@@ -244,36 +243,55 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def epoch_lines(figures: EpochFigures, columns: int, *, shown: int) -> list[str]:
-    """Writes the line of an epoch; above it headings, at first and every few lines. Columns for which there is no room
-    are left out: the rate first, then the peak, then the metric.
+class EpochTable:
+    """Writes the lines of a training's epochs."""
 
-    Args:
-        figures: The figures.
-        columns: Characters that a line may have.
-        shown: Lines that were shown before.
-    """
-    metric, value = figures.metric or ("", None)
-    name = metric if len(metric) <= _METRIC_WIDTH else f"{metric[: _METRIC_WIDTH - 1]}…"
-    rate, epochs = figures.samples_per_second, str(figures.epochs)
-    cells = [
-        _Cell("epoch", f"{figures.epoch}/{epochs}", 2 * len(epochs) + 1),
-        _Cell("train loss", _short(figures.training_loss)),
-        _Cell("val loss", _short(figures.validation_loss)),
-        *([] if figures.averaged_loss is None else [_Cell("avg loss", _short(figures.averaged_loss))]),
-        _Cell("", _BEST if figures.is_best else "", len(_BEST)),
-        _Cell(printable(name), _short(value), optional=1 if metric else _NEVER),
-        _Cell("samples/s", _UNKNOWN if rate is None else figure_text("", rate).strip(), optional=3),
-        _Cell("peak", figures.peak or _UNKNOWN, optional=2),
-        _Cell("time left", clock(figures.seconds_left)),
-    ]
-    room = columns + len(_INDENT)
-    for number in (_NEVER, 3, 2, 1):
-        if number == _NEVER or sum(cell.width + len(_INDENT) for cell in cells) > room:
-            cells = [cell for cell in cells if cell.optional != number]
-    lines = [_INDENT.join(text.rjust(cell.width) for cell, text in zip(cells, texts, strict=True)).rstrip()
-             for texts in ([cell.heading for cell in cells], [cell.text for cell in cells])]  # fmt: skip
-    return lines if shown % _ROWS_BELOW_HEADINGS == 0 else lines[1:]
+    def __init__(self) -> None:
+        self._shown = 0  # lines since the headings
+        self._headings = ""
+        # Columns that an epoch without a validation has, too.
+        self._metric = ""
+        self._has_average = False
+
+    def lines(self, figures: EpochFigures, columns: int) -> list[str]:
+        """Writes the line of an epoch; above it headings, at first, every few lines, and where a column is new. Columns
+        for which there is no room are left out: the rate first, then the peak, then the metric.
+
+        Args:
+            figures: The figures.
+            columns: Characters that a line may have.
+        """
+        name, value = figures.metric or (self._metric, None)
+        self._metric, self._has_average = name, self._has_average or figures.averaged_loss is not None
+        cells = self._cells(figures, value)
+        room = columns + len(_INDENT)
+        for number in (_NEVER, 3, 2, 1):
+            if number == _NEVER or sum(cell.width + len(_INDENT) for cell in cells) > room:
+                cells = [cell for cell in cells if cell.optional != number]
+        headings, line = (
+            _INDENT.join(text.rjust(cell.width) for cell, text in zip(cells, texts, strict=True)).rstrip()
+            for texts in ([cell.heading for cell in cells], [cell.text for cell in cells])
+        )
+        if headings == self._headings and self._shown % _ROWS_BELOW_HEADINGS:
+            self._shown += 1
+            return [line]
+        self._headings, self._shown = headings, 1
+        return [headings, line]
+
+    def _cells(self, figures: EpochFigures, value: float | None) -> "list[_Cell]":
+        metric, rate, epochs = self._metric, figures.samples_per_second, str(figures.epochs)
+        name = metric if len(metric) <= _METRIC_WIDTH else f"{metric[: _METRIC_WIDTH - 1]}…"
+        return [
+            _Cell("epoch", f"{figures.epoch}/{epochs}", 2 * len(epochs) + 1),
+            _Cell("train loss", _short(figures.training_loss)),
+            _Cell("val loss", _short(figures.validation_loss)),
+            *([_Cell("avg loss", _short(figures.averaged_loss))] if self._has_average else []),
+            _Cell("", _BEST if figures.is_best else "", len(_BEST)),
+            _Cell(printable(name), _short(value), optional=1 if metric else _NEVER),
+            _Cell("samples/s", _UNKNOWN if rate is None else figure_text("", rate).strip(), optional=3),
+            _Cell("peak", figures.peak or _UNKNOWN, optional=2),
+            _Cell("time left", clock(figures.seconds_left)),
+        ]
 
 
 @dataclass

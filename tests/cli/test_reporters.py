@@ -1,6 +1,7 @@
 import io
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from can_train.cli.output import TerminalReporter, Verbosity, _Bar, make_reporter
 from can_train.errors import ConfigError
 from can_train.io.records import open_to_append
-from can_train.reporter import EpochFigures, LineReporter, LoggedReporter, amount_text, epoch_lines
+from can_train.reporter import EpochFigures, EpochTable, LineReporter, LoggedReporter, amount_text
 
 MARKUP = ("[/x]", "[bold]", "[link=x]", "[/__w/pair.cc:537]", ":warning:")
 
@@ -79,14 +80,27 @@ EPOCH_LINES = {
 
 @pytest.mark.parametrize("columns", EPOCH_LINES)
 def test_the_line_of_an_epoch_leaves_columns_out_and_cuts_none(columns: int) -> None:
-    lines = epoch_lines(EPOCH, columns, shown=0)
+    table = EpochTable()
+    lines = table.lines(EPOCH, columns)
     assert lines == EPOCH_LINES[columns]
     assert max(map(len, lines)) <= columns
-    assert epoch_lines(EPOCH, columns, shown=1) == lines[1:]
+    assert [table.lines(EPOCH, columns) for _ in range(20)] == [lines[1:]] * 19 + [lines]
+
+
+def test_the_columns_of_an_epoch_stay_where_they_are_and_a_new_one_has_its_heading() -> None:
+    table = EpochTable()
+    first, averaged = replace(EPOCH, epoch=1), replace(EPOCH, averaged_loss=0.02)
+    not_validated = EpochFigures(epoch=2, epochs=12, samples_per_second=1753.4, peak="37.7 MiB")
+    lines = [table.lines(each, 100) for each in (first, not_validated, averaged, not_validated)]
+    assert [len(each) for each in lines] == [2, 1, 2, 1]
+    assert "avg loss" in lines[2][0]
+    # The peak ends in the same column, whatever an epoch lacks.
+    for whole, lacking in ((lines[0][1], lines[1][0]), (lines[2][1], lines[3][0])):
+        assert whole.index("37.7 MiB") == lacking.index("37.7 MiB")
 
 
 def test_an_epoch_without_validation_metric_and_peak_shows_the_rest() -> None:
-    heading, line = epoch_lines(EpochFigures(epoch=1, epochs=2, samples_per_second=12.345), 80, shown=20)
+    heading, line = EpochTable().lines(EpochFigures(epoch=1, epochs=2, samples_per_second=12.345), 80)
     assert heading.split() == ["epoch", "train", "loss", "val", "loss", "samples/s", "peak", "time", "left"]
     assert line.split() == ["1/2", "–", "–", "12.35", "–", "0:00"]
 

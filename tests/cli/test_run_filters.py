@@ -60,6 +60,7 @@ def listed(shelf: Shelf, capsys: pytest.CaptureFixture[str], *flags: str) -> lis
         (("--since", "2026-01-01T00:00:02+00:00"), [3, 2]),
         (("--since", "1min"), []),
         (("--sweep", "sweep-lr-0001"), [2]),
+        (("--sweep", "lr-0"), [2]),
         (("--where", "lr>0.01"), [2, 1]),
         (("--where", "lr>0.01", "--where", "training.lr != 0.5"), [2]),
         (("--where", "model=gat"), [3, 1]),
@@ -80,6 +81,7 @@ def test_each_filter_keeps_the_runs_that_meet_it(
     [
         (("--state", "fialed"), "failed"),
         (("--dataset", "synthetik"), "synthetic"),
+        (("--sweep", "lr-0002"), "The nearest names:\n  sweep-lr-0001"),
         (("--since", "soon"), "7d"),
         (("--since", "999999w"), "7d"),
         (("--where", "lr"), "lr>0.01"),
@@ -292,6 +294,21 @@ def test_a_part_of_the_name_of_a_sweep_finds_its_runs_where_no_run_has_it(
     assert "2 sweeps match" in said(capsys, "tag", "sweep-lr", *shelf.flags, code=2)
     assert said(capsys, "tag", "lr-0001", "a", *shelf.flags).startswith("0101-000002-0002")
     assert "There is no such run" in said(capsys, "tag", "lr-0003", "a", *shelf.flags, code=2)
+
+
+def test_usage_counts_the_gpu_of_a_job_once_that_several_runs_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    runs = Runs(tmp_path)
+    for number in range(4):
+        path = runs.add(number, RESULT)
+        runs.submit(path, "7", packed_with=4, resources={"gpus-per-node": "a100:1"})
+        begin(path)
+        end(path, "finished")
+    (figures,) = json.loads(said(capsys, "runs", "--usage", "--json", *runs.flags))["all"].values()
+    # Four times ten seconds, beside each other.
+    assert (figures["hours"], figures["gpu_hours"]) == (pytest.approx(40 / 3600), pytest.approx(10 / 3600))
 
 
 def test_usage_counts_the_hours_of_gpus_and_the_share_that_was_lost(

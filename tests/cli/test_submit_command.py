@@ -222,13 +222,27 @@ def test_a_default_above_the_limit_of_a_job_is_cut_and_what_was_asked_for_is_ref
         "note: QOS normal gives a job at most 2:00:00: it asks for --time 2:00:00",
         "note: QOS normal gives a job at most 1 processor: it asks for --cpus 1",
     ]
-    assert "asked for  1 × GPU, 1 processors a rank, 2000M, at most 2:00:00" in shown.out
+    assert "asked for  1 × GPU, 1 processor a rank, 2000M, at most 2:00:00" in shown.out
     assert main((*TRAIN, "--submit", "--nodes", "2", "--seed", "2")) == 2
     assert capsys.readouterr().err == (
         "error: This job can never start. QOS normal gives a job at most 1 node: asked for 2 nodes.\n"
         "Give --nodes 1 or less, or another --qos or --account.\n"
     )
     assert len(Registry(slurm / "state").runs()) == 1
+
+
+def test_an_array_that_the_cluster_would_not_take_is_refused_with_its_limit(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = "MaxArraySize = 3\nClusterName = c"
+    answer = (slurm / "bin" / "scontrol").read_text().replace("#!/bin/sh\n", "")
+    (slurm / "bin" / "scontrol").write_text(f'#!/bin/sh\n[ $2 = config ] && echo "{config}" || {answer}')
+    assert main((*TRAIN, "--submit", "--set", "training.seed=range(0,4)")) == 2
+    assert capsys.readouterr().err == (
+        "error: SLURM would not take an array of so many jobs: 4, and the cluster's MaxArraySize is 3.\n"
+        "Sweep at most 3 values at once.\n"
+    )
+    assert main((*TRAIN, "--submit", "--set", "training.seed=range(0,3)")) == 0
 
 
 def test_a_run_waits_for_another_job_and_only_for_one(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -430,6 +444,19 @@ def test_resume_changes_the_request_of_a_job_and_keeps_the_rest(
     assert plain_from_yaml((slurm / "runs" / run_id / "config.yaml").read_text())["cluster"]["mem_per_gpu"] == "900M"
     assert main(("resume", run_id, "--here", "--time", "1h")) == 2
     assert "--time changes a job of SLURM" in capsys.readouterr().err
+
+
+def test_a_run_that_has_trained_goes_on_without_the_time_when_it_was_to_begin(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_id = submit(capsys, "--begin", "now+2hours").split()[0]
+    (slurm / "bin" / "squeue").write_text("#!/bin/sh\n")
+    begin(slurm / "runs" / run_id)
+    end(slurm / "runs" / run_id, "terminated")
+    (slurm / "sent").unlink()
+    assert main(("resume", run_id)) == 0
+    assert "cluster.begin is not set from here on, in place of now+2hours" in capsys.readouterr().err
+    assert "--begin" not in (slurm / "sent").read_text()
 
 
 def test_a_later_stage_is_not_resumed_before_the_one_that_it_waits_for(

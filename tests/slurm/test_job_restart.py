@@ -178,6 +178,10 @@ def test_the_next_job_asks_for_what_the_last_one_did_but_for_what_failed_it(
     assert (cluster.mem, cluster.exclude) == (mem, exclude)
 
 
+def test_a_run_that_has_begun_is_not_kept_waiting_until_it_may_begin() -> None:
+    assert next_cluster(replace(CLUSTER, begin="now+2hours"), {}, MORE).begin == ""
+
+
 def test_memory_that_was_asked_for_in_another_way_is_asked_for_once() -> None:
     cluster = replace(CLUSTER, mem="", additional={"mem_per_cpu": "400M", "comment": "x"})
     assert next_cluster(cluster, {"mem-per-cpu": "400M"}, MORE).additional == {"comment": "x"}

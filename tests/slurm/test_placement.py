@@ -130,6 +130,11 @@ def test_without_times_the_earliest_start_counts_and_then_the_bandwidth() -> Non
     assert names(places) == ["now with a100", "soon with t4", "late with t4"]
     assert reason(places).startswith("The run is expected to start first on now with a100")
     assert reason(best_first([soon, now])).startswith("now with a100 has the GPU with the highest memory bandwidth")
+    # Asked about a second later, across a full minute.
+    first, second = datetime(2026, 11, 30, 4, 9, 59), datetime(2026, 11, 30, 4, 10, 0)
+    idle = [usable("slow", start=first), usable("fast", "a100", start=second, cards=("a100-40gb",))]
+    assert names(best_first(idle)) == ["fast with a100", "slow with t4"]
+    assert reason(best_first(idle)).startswith("fast with a100 has the GPU with the highest memory bandwidth")
     assert reason([soon]) == "Only soon with t4 takes the run"
 
 

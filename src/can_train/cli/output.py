@@ -22,13 +22,13 @@ from can_train.io.units import finite
 from can_train.reporter import (
     COLUMNS,
     NOTE,
+    EpochTable,
     LineReporter,
     Pace,
     SilentReporter,
     TextTable,
     amount_text,
     clock,
-    epoch_lines,
     figure_text,
     wrapped,
 )
@@ -347,7 +347,7 @@ class TerminalReporter:
 
     def __post_init__(self) -> None:
         self._console = make_console(stderr=True)
-        self._epochs = 0
+        self._epochs = EpochTable()
 
     def notice(self, text: str) -> None:
         """Prints a notice above the bars."""
@@ -368,9 +368,8 @@ class TerminalReporter:
         """Prints the line of an epoch above the bars, below headings from time to time."""
         from rich.text import Text
 
-        for line in epoch_lines(figures, self._console.width, shown=self._epochs):
+        for line in self._epochs.lines(figures, self._console.width):
             self._console.print(Text(line, style="bold" if figures.is_best else ""))
-        self._epochs += 1
 
     @contextmanager
     def stage(self, title: str, *, total: int | None = None, unit: str = "", done: int = 0) -> Iterator[Stage]:

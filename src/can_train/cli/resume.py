@@ -119,7 +119,7 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
         from can_train.memory.meters import resolve_device
 
         resolve_device(device)
-    settings = _checked_request(folder, request, in_slurm=in_slurm)
+    settings = _checked_request(folder, _without_begin(status, request), in_slurm=in_slurm)
     make_changes = partial(change_run, folder, make_reporter(verbosity), epochs=epochs, device=device, dataset=dataset)
     if in_job:
         _print_changes([*make_changes(), *change_request(folder, settings)], quiet=quiet)
@@ -138,7 +138,7 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
 
                     print_json({"submitted": [job_json(job, folder)], "identical": []})
                 else:
-                    print_text(f"Run {job.run_id} goes on as {'job' if in_slurm else 'process'} {job.job_id}.")
+                    print_text(f"Run {job.run_id} goes on as {_place(job)}.")
                     print_text(with_command_name(f"Log:   can-train logs {name_to_type(folder)} -f"))
             return
     from can_train.cli.train import continue_run, launched_ranks
@@ -206,7 +206,7 @@ def _resume_all(
         jobs += _submit_group(group, locator)
     if not as_json:
         for job in jobs[:_LISTED]:
-            print_text(f"{job.run_id} goes on as {'job' if job.executor == 'slurm' else 'process'} {job.job_id}")
+            print_text(f"{job.run_id} goes on as {_place(job)}")
         if len(jobs) > _LISTED:
             print_text(f"... and {len(jobs) - _LISTED} more")
         if jobs:
@@ -220,6 +220,13 @@ def _resume_all(
                     "trained": trained})  # fmt: skip
     if exit_code:
         raise typer.Exit(exit_code)
+
+
+def _place(job: "JobRecord") -> str:
+    """Returns `job 5`, or `job 5 on CLUSTER` where a cluster was named: two may have a job of the same number."""
+    if job.executor != "slurm":
+        return f"process {job.job_id}"
+    return f"job {job.slurm_job if job.resources.get('clusters') else job.job_id}"
 
 
 def _executor(status: "RunStatus") -> str:
@@ -274,13 +281,11 @@ def _change_requests(statuses: "Sequence[RunStatus]", request: Mapping[str, Any]
     """
     from can_train.training.resume import change_request
 
-    if not request:
-        return True
-    changes = [_checked_request(status.known.folder, request, in_slurm=_executor(status) == "slurm")
-               for status in statuses]  # fmt: skip
+    changes = [_checked_request(status.known.folder, _without_begin(status, request),
+                                in_slurm=_executor(status) == "slurm") for status in statuses]  # fmt: skip
     for status, settings in zip(statuses, changes, strict=True):
         change_request(status.known.folder, settings)
-    return "cluster.mem" not in changes[0]
+    return not any("cluster.mem" in settings for settings in changes)
 
 
 def _alike(requests: Sequence[_Again]) -> list[list[_Again]]:
@@ -337,6 +342,12 @@ def _start_again(folder: RunFolder, locator: RunLocator) -> "JobRecord":
     job = start_process(continue_in_job, RunFolder(folder.path.resolve()))
     locator.registry.add(job)
     return job
+
+
+def _without_begin(status: "RunStatus", request: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the request of a run that goes on: it does not wait for the time when it was to begin, once it has."""
+    has_begun = status.facts.attempts and status.known.folder.config()["cluster"].get("begin")
+    return {"begin": "", **request} if has_begun and _executor(status) == "slurm" else request
 
 
 def _checked_request(folder: RunFolder, request: Mapping[str, Any], *, in_slurm: bool) -> dict[str, Any]:

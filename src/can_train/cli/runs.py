@@ -356,7 +356,7 @@ class _Usage:
     def add(self, figures: RunFigures, *, has_failed: bool) -> None:
         """Adds a run."""
         hours = (figures.seconds or 0.0) / 3600
-        device_hours = hours * max(1, figures.gpus)
+        device_hours = hours * (figures.gpus or 1.0)
         self.runs += 1
         self.hours += hours
         self.gpu_hours += hours * figures.gpus

@@ -338,8 +338,8 @@ def print_jobs(run: ResolvedRun, jobs: Sequence[JobRecord], expects: str, sweep:
             f"partition {cluster.partition}" if cluster.partition else "",
             f"{cluster.nodes} nodes" if cluster.nodes > 1 else "",
             f"{cluster.num_gpus} × {cluster.gpu_type or 'GPU'}" if cluster.num_gpus else cluster.gres,
-            f"{cluster.cpus} processors a rank" if cluster.cpus else "",
-            cluster.mem,
+            f"{counted(cluster.cpus, 'processor')} a rank" if cluster.cpus else "",
+            cluster.mem if cluster.mem not in ("", "0") else "all memory of its nodes" if cluster.mem else "",
             f"at most {time_text(parse_time_min(cluster.time))}",
         ]
         print_text(f"  asked for  {', '.join(filter(None, asked))}")

@@ -33,7 +33,7 @@ from can_train.runs.registry import Registry, RunLabels
 from can_train.runs.run_folder import CONFIG, RESULT
 from can_train.runs.run_state import FAILURES, FINISHED, LIVE
 from can_train.runs.scheduler import Scheduler
-from can_train.runs.status import KnownRun, RunStatus, run_statuses
+from can_train.runs.status import KnownRun, RunStatus, find_sweep, run_statuses
 
 _BEST_BY: Final = "training.best_by"
 _REMEMBERED: Final = "listed"  # name of the file in the index
@@ -181,7 +181,7 @@ class RunFigures(msgspec.Struct, array_like=True):
     epochs: int | None = None
     peak_share: float | None = None
     peak_bytes: float | None = None
-    gpus: int = 0
+    gpus: float = 0.0  # of runs that share a GPU, each has a part
     node: str = ""  # of its last attempt
     why: str = ""
     utilisation: float | None = None  # of the GPU, 0 to 1
@@ -288,13 +288,15 @@ class RunList:
 
         Raises:
             ConfigError: A condition names a data set, setting or metric that no run has.
+            RunError: No sweep has the name, or several have it.
         """
         # In the order of their costs.
         if chosen.since:
             since = datetime.fromisoformat(chosen.since)
             self.runs = [run for run in self.runs if datetime.fromisoformat(run.record.time) >= since]
         if chosen.sweep:
-            self.runs = [run for run in self.runs if run.record.sweep == chosen.sweep]
+            name = find_sweep(chosen.sweep, (run.record.sweep for run in self.runs))
+            self.runs = [run for run in self.runs if run.record.sweep == name]
         if chosen.tag:
             self.runs = [run for run in self.runs if chosen.tag in self.labels_of(run).tags]
         self._read()
@@ -501,14 +503,18 @@ def _encoded_figures(status: RunStatus) -> msgspec.Raw:
     return msgspec.Raw(msgspec.msgpack.encode(figures))
 
 
-def _gpus(status: RunStatus) -> int:
-    """Returns the number of GPUs of a run: of its last job as it was asked for, else of its device."""
-    asked = status.facts.jobs[-1].resources if status.facts.jobs else {}
+def _gpus(status: RunStatus) -> float:
+    """Returns the number of GPUs of a run: of its last job as it was asked for, else of its device.
+
+    Runs of one job share its GPU.
+    """
+    job = status.facts.jobs[-1] if status.facts.jobs else None
+    asked = job.resources if job else {}
     nodes = int(number_or_none(asked.get("nodes")) or 1)
     for name in ("gpus-per-node", "gres"):
         if match := re.search(r"(?:^|:)(\d{1,4})$", str(asked.get(name, ""))):
-            return nodes * int(match[1])
-    return int(bool(device_of(status)) and not device_of(status).startswith(("cpu", "sim", "auto")))
+            return nodes * int(match[1]) / max(job.packed_with if job else 1, 1)
+    return float(bool(device_of(status)) and not device_of(status).startswith(("cpu", "sim", "auto")))
 
 
 def _scored_by() -> str:

@@ -360,11 +360,28 @@ def find_runs(runs: Sequence[KnownRun], name: str) -> tuple[str, list[KnownRun]]
         except RunError as error:
             if not name or not sweeps or os.sep in name or any(may_be_called(known.run_id, name) for known in runs):
                 raise
-            if len(sweeps) > 1:
-                remedy = f"The newest of them:{_listed(sweeps)}\nGive a part of a name that a single sweep has"
-                raise RunError(f"{len(sweeps)} sweeps match this name", value=repr(name), remedy=remedy) from error
-            name = next(iter(sweeps))
+            try:
+                name = find_sweep(name, sweeps)
+            except RunError as of_sweeps:
+                raise of_sweeps from error
     return name, [known for known in reversed(runs) if known.record.sweep == name]
+
+
+def find_sweep(name: str, sweeps: Iterable[str]) -> str:
+    """Returns the name of a sweep or search by the name, or a part that no other name has.
+
+    Raises:
+        RunError: There is none, or there are several; the message lists names.
+    """
+    known = list(dict.fromkeys(filter(None, sweeps)))
+    matching = [name] if name in known else [sweep for sweep in known if name in sweep]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        remedy = f"The newest of them:{_listed(matching)}\nGive a part of a name that a single sweep has"
+        raise RunError(f"{len(matching)} sweeps match this name", value=repr(name), remedy=remedy)
+    remedy = f"The nearest names:{_listed(nearest_first(name, known))}" if known else "can-train runs lists all runs"
+    raise RunError("There is no such sweep", value=repr(name), remedy=remedy)
 
 
 def _listed(run_ids: Iterable[str]) -> str:

@@ -426,6 +426,7 @@ class Partition:
     max_nodes: int | None = None
     nodes: Sequence[Node] = ()
     is_up: bool = True
+    max_array: int | None = None  # jobs of an array
     qos: str = ""  # with limits for every job in the partition; empty: no QOS
     accounting: Accounting = field(default_factory=Accounting)
 
@@ -479,6 +480,8 @@ def read_partitions_and_limits(cluster: str = "") -> list[Partition]:
     partitions, lines = read_partitions(cluster), run_command(*asked).output.splitlines()
     # Without an answer there are no limits, as on a cluster that enforces none: SLURM decides.
     settings = {name.strip(): value.strip() for name, _, value in (line.partition("=") for line in lines)}
+    if (largest := settings.get("MaxArraySize", "")).isdecimal():
+        partitions = [replace(partition, max_array=int(largest)) for partition in partitions]
     if {"limits", "safe"}.isdisjoint(settings.get("AccountingStorageEnforce", "").split(",")):
         return partitions
     user, place = pwd.getpwuid(os.geteuid()).pw_name, f"cluster={settings.get('ClusterName', '')}"

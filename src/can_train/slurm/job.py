@@ -393,6 +393,8 @@ def cluster_settings(folder: RunFolder) -> ClusterSettings:
 def next_cluster(cluster: ClusterSettings, last: Mapping[str, Any], decision: Resubmit) -> ClusterSettings:
     """Returns the request of the next job, from the run's configuration and the resources of its last job."""
     changes: dict[str, Any] = {name: str(last[name]) for name in _CARRIED_OVER if name in last}
+    # It has begun once.
+    changes["begin"] = ""
     if decision.memory_mib is not None:
         # sbatch takes one of --mem, --mem-per-cpu and --mem-per-gpu.
         additional = cluster.additional.items()

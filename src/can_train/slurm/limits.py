@@ -165,6 +165,14 @@ def check_number_of_jobs(number: int, limits: Sequence[Limit]) -> None:
                               remedy="Sweep fewer values, or give another --qos")  # fmt: skip
 
 
+def check_array(number: int, partition: Partition) -> None:
+    """Raises ConfigError if an array of so many jobs is larger than the cluster allows."""
+    if partition.max_array is not None and number > max(partition.max_array, 1):
+        raise ConfigError("SLURM would not take an array of so many jobs",
+                          value=f"{number}, and the cluster's MaxArraySize is {partition.max_array}",
+                          remedy=f"Sweep at most {partition.max_array} values at once")  # fmt: skip
+
+
 def _asked_for(limit: Limit, cluster: ClusterSettings) -> int:
     """Returns the requested amount of a limited resource, of a node for a limit for a node."""
     if limit.resource == _TIME:

@@ -7,6 +7,7 @@ decide; `cli/submit.py` plans, prints and asks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -227,18 +228,28 @@ def _time_on(key: str, ranks: int, samples: int, speeds: Sequence[Speed]) -> Epo
 def best_first(places: Sequence[Place]) -> list[Place]:
     """Sorts places: first the usable ones by their predicted ends, then places where nothing fits, then refused ones.
 
-    If the end of a usable place is unknown, usable places are sorted by their starts, to the minute, and then by the
+    If the end of a usable place is unknown, usable places are sorted by the minutes until their starts, and then by the
     bandwidth of their GPUs.
     """
     usable = [place for place in places if place.is_usable]
     by_end = all(place.end is not None for place in usable)
+    late = _minutes_late(places, by_end=by_end)
 
-    def order(place: Place) -> tuple[Any, ...]:
-        moment = place.end if by_end else place.start
-        late = datetime.max if moment is None else moment.replace(tzinfo=None, second=0, microsecond=0)
-        return bool(place.refusal), bool(place.does_not_fit), place.plan is None, late, -place.bandwidth
+    def order(number: int) -> tuple[Any, ...]:
+        place = places[number]
+        return bool(place.refusal), bool(place.does_not_fit), place.plan is None, late[number], -place.bandwidth
 
-    return sorted(places, key=order)
+    return [places[number] for number in sorted(range(len(places)), key=order)]
+
+
+def _minutes_late(places: Sequence[Place], *, by_end: bool = False) -> list[float]:
+    """Returns the whole minutes by which each place starts, or ends, after the earliest one; inf: it is unknown.
+
+    SLURM is asked about one place after another, so that equal starts are seconds apart.
+    """
+    moments = [place.end if by_end else place.start for place in places]
+    known = [moment for moment in moments if moment is not None]
+    return [math.inf if moment is None else (moment - min(known)) // timedelta(minutes=1) for moment in moments]
 
 
 def reason(places: Sequence[Place]) -> str:
@@ -255,8 +266,7 @@ def reason(places: Sequence[Place]) -> str:
         return f"Only {first.name} takes the run"
     if all(place.end is not None for place in usable):
         return f"The run is predicted to end first on {first.name}"
-    starts = {place.start and place.start.replace(second=0, microsecond=0) for place in usable}
-    if len(starts) > 1:
+    if len({*_minutes_late(usable)}) > 1:
         return f"The run is expected to start first on {first.name}; no earlier run tells the time of an epoch"
     if first.bandwidth:
         return f"{first.name} has the GPU with the highest memory bandwidth; no earlier run tells the time of an epoch"

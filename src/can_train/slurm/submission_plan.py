@@ -32,7 +32,7 @@ from can_train.runs.trackers import check_packages
 from can_train.slurm import client
 from can_train.slurm.client import Partition, node_names
 from can_train.slurm.container import APPTAINER, PYXIS, check_image
-from can_train.slurm.limits import check_number_of_jobs, job_limits, outranks_partition, with_allowed
+from can_train.slurm.limits import check_array, check_number_of_jobs, job_limits, outranks_partition, with_allowed
 from can_train.slurm.placement import alike_in_memory
 from can_train.slurm.script import (
     check_folder,
@@ -354,8 +354,9 @@ def plan_submission(  # noqa: PLR0913 - the runs, their code, and what is known 
     cluster = candidates[0].run.cluster
     if cluster.executor == "slurm":
         for place in find_partitions(cluster.partition, partitions)[:1] if partitions else []:
-            jobs = sum(math.ceil(len(group) / group[0].run.cluster.runs_per_job) for group in groups)
-            check_number_of_jobs(jobs, job_limits(cluster, place))
+            jobs = [math.ceil(len(group) / group[0].run.cluster.runs_per_job) for group in groups]
+            check_number_of_jobs(sum(jobs), job_limits(cluster, place))
+            check_array(max(jobs, default=0), place)
     dependency = dependency_on(statuses[len(identical) :], cluster.executor, cluster.clusters)
     duplicate_runs = [duplicate for duplicate in duplicates.values() if duplicate is not None]
     return SubmissionPlan(groups=groups, duplicate_runs=duplicate_runs, after=[parent.run_id for parent in parents],

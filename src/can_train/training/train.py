@@ -443,6 +443,8 @@ def make_session(parts: Parts, factor: FactorRule, *, as_shards: bool = False) -
     if checkpoint is None:
         # Now rather than after the first epoch.
         session.criterion.check(lambda: _validated(session))
+        if any(parts.folder.metrics()):
+            reporter.notice("No checkpoint of this run is left: it trains from its first step again")
     else:
         checkpoint = session.restore(checkpoint)
         reporter.notice(f"Continuing at step {session.progress.step}")
