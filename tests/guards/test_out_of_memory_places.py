@@ -23,7 +23,7 @@ TRIALS = {
     "adapters/framework_loop.py FrameworkLoop._draws_alone": "whether random numbers are the reason is tried",
     "adapters/framework_loop.py FrameworkLoop._learn_kinds": "some samples of an evaluation are computed once more",
     "fit/explore.py _confirm_recorded": "the largest batch that is recorded to fit is tried",
-    "fit/explore.py fit_by_probes.run_round": "a probe may be too large",
+    "fit/explore.py fit_by_probes.read": "a probe may be too large",
     "fit/explore.py seconds_per_sample": "a batch that is timed may be too large",
     "fit/explore.py Explorer._dependence_of": "whether samples depend on each other is tried with a few of them",
     "fit/explore.py Explorer.check_outputs": "metrics and predictions of a few samples are tried",
