@@ -8,7 +8,7 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -209,9 +209,12 @@ def onnx_program(program: Program, about: Mapping[str, Any]) -> tuple[bytes, Com
     for package in ("onnx", "onnxscript"):
         import_package(package)
     with _quietly(), exporting("ONNX"):
-        decomposed = program.exported.run_decompositions({torch.ops.aten.searchsorted.Tensor: _searchsorted})
+        exported, searches = program.exported, torch.ops.aten.searchsorted.Tensor
+        # It traces the model once more.
+        if any(node.target is searches for module in exported.graph_module.modules() for node in _nodes(module)):
+            exported = exported.run_decompositions({searches: _searchsorted})
         made = torch.onnx.export(
-            decomposed, dynamo=True, verbose=False,
+            exported, dynamo=True, verbose=False,
             input_names=program.names, output_names=[slot.name for slot in program.outputs],
         )  # fmt: skip
         assert made is not None
@@ -238,6 +241,10 @@ def onnx_program(program: Program, about: Mapping[str, Any]) -> tuple[bytes, Com
         return [torch.from_numpy(result) for result in results]
 
     return data, compute
+
+
+def _nodes(module: Any) -> Iterable[Any]:
+    return module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ()
 
 
 def _searchsorted(  # noqa: PLR0913 - the operator's arguments
