@@ -207,6 +207,7 @@ def test_a_disk_that_is_full_while_it_trains_is_said_with_the_run_and_the_remedy
         ("my_file.py:MyTask", "class MyTask: pass", "does not derive from can_train.Task"),
         ("my_file.py:MyTask", "import nothing_of_this_name", "my_file.py failed when it was imported: ModuleNotFound"),
         ("my_file.py:MyTask", "def broken(:\n    pass", "my_file.py failed when it was imported: SyntaxError"),
+        ("my_file.py:MyTask", "from .beside import x", ": --task mine.my_file:MyTask"),
         ("my_file.py:MyTask", "raise SystemExit(0)", "my_file.py failed when it was imported: SystemExit"),
         ("my_file.py:MyTask", CLASSIFIER.replace("def loss", "def los"), "that every task has: loss"),
         ("my_file.py:MyTask", CLASSIFIER.replace("(frozen=True, kw_only=True)", ""), "Settings must be a frozen"),

@@ -143,6 +143,16 @@ def test_a_trial_whose_model_does_not_fit_leaves_the_search_going(own: tuple[str
     assert err.count("error: The weights of the model must fit on the device") == len(large)
 
 
+def test_a_search_of_which_every_trial_fails_says_so_and_how_few_combinations_there_are(
+    own: tuple[str, ...], tmp_path: Path, capsys
+) -> None:
+    line = (*own, "--device", "sim:4MiB", "--set", "task.hidden=300000,400000", "--search", "random", "--trials", "3")
+    assert main((*line, "--no-asha")) == 3
+    shown = capsys.readouterr()
+    assert "error: No trial has finished: 3 failed.\n" in shown.err
+    assert "  These are 2 combinations: some are trained more than once.\n" in shown.out
+
+
 def test_a_search_that_was_killed_goes_on_with_the_values_of_its_trial(own: tuple[str, ...], tmp_path: Path) -> None:
     line = (*own, *AXES, "--trials", "2", "--no-asha", "--epochs", "60", "--checkpoint-every", "5")
     folders = ("--runs-dir", str(tmp_path / "runs"), "--state-dir", str(tmp_path / "state"))

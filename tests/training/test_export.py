@@ -327,8 +327,18 @@ def test_each_built_in_task_is_exported_within_the_tolerance(
 ) -> None:
     traced_once(monkeypatch)
     folders = ["--runs-dir", str(tmp_path / "runs"), "--state-dir", str(tmp_path / "state")]
-    words = [*BUILT_IN[task].split(), "--dataset", "synthetic", "--device", "cpu", "--epochs", "1", "--quiet",
-             "--set", "training.find_batch_size=off"]
+    words = [
+        *BUILT_IN[task].split(),
+        "--dataset",
+        "synthetic",
+        "--device",
+        "cpu",
+        "--epochs",
+        "1",
+        "--quiet",
+        "--set",
+        "training.find_batch_size=off",
+    ]
     assert main([*words, *folders]) == 0
     for ending in ("onnx", "pt2"):
         capsys.readouterr()

@@ -16,6 +16,7 @@ from can_train.config.resolved import ResolvedRun, flat_settings, state_dir
 from can_train.config.settings import check_choice
 from can_train.config.sweeps import split_axes
 from can_train.errors import ConfigError, StateError, with_command_name
+from can_train.io.records import is_file
 from can_train.report.run_facts import compared_runs, sweep_table
 from can_train.reporter import COLUMNS, Reporter
 from can_train.runs.run_folder import Changed, RunFolder, SweepRun, make_run, new_run_id
@@ -68,7 +69,10 @@ class PlannedSearch:
         places = " and after ".join(map(str, rungs))
         early = f"; one trial in {REDUCTION} goes on after {places} of {search.epochs} epochs" if rungs else ""
         goal = f"{self.trials} trials for the {direction} validation {search.objective}, {by}{early}"
-        return [f"Search {search.name}: {goal}", *(f"  {axis}" for axis in search.axes)]
+        combinations = math.prod(len(axis.choices) or math.inf for axis in search.axes)
+        twice = [f"  These are {combinations} combinations: some are trained more than once."]
+        return [f"Search {search.name}: {goal}", *(f"  {axis}" for axis in search.axes),
+                *(twice if self.trials > combinations else [])]  # fmt: skip
 
     def jobs(self, number: int) -> list[ResolvedRun]:
         """Returns the runs of an array of so many trials: each is the base until its job chooses its values."""
@@ -78,6 +82,11 @@ class PlannedSearch:
     def make(self) -> None:
         """Makes the folder of the search."""
         SearchFolder.make(state_dir(self.base.paths), self.search)
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether a trial has finished."""
+        return any(is_file(folder.result_path) for folder in self.folder.runs().values())
 
     def missing(self) -> list[int]:
         """Returns the numbers of the trials that have no run."""

@@ -277,7 +277,8 @@ def _train_runs(runs: Sequence["ResolvedRun"], ranks: "Ranks", verbosity: Verbos
                 output.print_error(error)
                 failed.append(number)
     if failed:
-        some = FailedRunError("Some runs failed", value=f"{', '.join(map(str, failed))} of {len(runs)}",
+        numbers = f"run{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
+        some = FailedRunError("Some runs failed", value=f"{len(failed)} of {len(runs)}: {numbers}",
                                remedy="Their errors are above")  # fmt: skip
         some.in_json = as_json
         raise some
@@ -373,6 +374,8 @@ def _train_trials(planned: "PlannedSearch", verbosity: Verbosity, *, as_json: bo
     from can_train.cli.search import TrialHere, print_trials, unfinished
     from can_train.runs.attempts import StopRequests
 
+    failed = list[int]()
+
     def train(number: int, title: str, attempt: "Callable[[], Outcome | None]", folder: "RunFolder | None") -> None:
         if verbosity != Verbosity.QUIET:
             output.print_aside(f"trial {number} of {planned.trials}: {title}")
@@ -384,6 +387,7 @@ def _train_trials(planned: "PlannedSearch", verbosity: Verbosity, *, as_json: bo
             if error.exit_code != RUN_FAILED and not does_not_fit:
                 raise
             output.print_error(error)
+            failed.append(number)
 
     planned.make()
     more = f"compare {planned.search.name}"
@@ -402,6 +406,10 @@ def _train_trials(planned: "PlannedSearch", verbosity: Verbosity, *, as_json: bo
                 trial.release()
         if not as_json:
             print_trials(planned)
+    if failed and not planned.has_finished:
+        none = FailedRunError("No trial has finished", value=f"{len(failed)} failed", remedy="Their errors are above")
+        none.in_json = as_json
+        raise none
 
 
 @contextmanager

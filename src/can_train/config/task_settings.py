@@ -237,6 +237,12 @@ def load_class(task: str, code_dir: str) -> type:
     try:
         module = _load_file(path) if _is_file(where) else importlib.import_module(where)
     except (Exception, SystemExit) as error:
+        if _is_file(where) and isinstance(error, ImportError) and _NO_PACKAGE in str(error):
+            folder, module_name = _module_of(path)
+            place = "" if folder == Path.cwd() else f" in {folder}"
+            raise ConfigError("The file of a task imports modules of its package, which a file alone does not have",
+                              value=str(path),
+                              remedy=f"Name its module{place}: --task {module_name}:{name}") from error  # fmt: skip
         raise TaskError(f"{path.name} failed when it was imported", error) from error
     classes = {key: value for key, value in vars(module).items()
                if isinstance(value, type) and issubclass(value, base) and value is not base}  # fmt: skip
@@ -246,6 +252,21 @@ def load_class(task: str, code_dir: str) -> type:
                               remedy=f"Write class {name}(can_train.Task)")  # fmt: skip
         raise unknown_name(f"class of {where}", name, classes)
     return classes[name]
+
+
+_NO_PACKAGE: Final = "relative import"  # In Python's error for a module that has no package
+
+
+def _module_of(path: Path) -> tuple[Path, str]:
+    """Returns the folder from which a file is imported as a part of its package, and its dotted name there."""
+    path = path.resolve()
+    folder = path.parent.parent
+    while (folder / "__init__.py").is_file():
+        folder = folder.parent
+    # A package needs no `__init__.py`.
+    here = Path.cwd()
+    folder = here if folder.is_relative_to(here) else folder
+    return folder, ".".join(path.relative_to(folder).with_suffix("").parts)
 
 
 def import_from(code_dir: str) -> None:

@@ -169,9 +169,15 @@ def fit_by_probes(
         is_first = not readings
         complete = run_round(SMALLEST_PROBE * multiple)
         if not readings:
-            # Any of them may be huge.
-            if not run_round(1, whole=True) and readings:
-                fitting = _fitting_alone(counts, lambda position: read(np.array([position])))
+            run_round(SMALLEST_PROBE // 2)
+            try:
+                # Any of them may be huge.
+                if not run_round(1, whole=True) and readings:
+                    fitting = _fitting_alone(counts, lambda position: read(np.array([position])))
+            except Exception:
+                # BatchNorm cannot train on one.
+                if not readings:
+                    raise
             # Of batches of samples that fit, those of small ones tell padding from lengths.
             if readings:
                 run_round(SMALLEST_PROBE, whole=True)
@@ -713,12 +719,22 @@ class Explorer:
         """Measures how much modules save of a sample for the backward pass, and their time; returns also the seconds
         of the whole forward pass. Nothing is measured where memory runs out.
         """
-        rows = np.asarray([row])
         if self.is_on_meta:
             return [], 0.0
+        try:
+            return self._module_costs(names, row, samples=1)
+        except Exception:  # noqa: BLE001 - whatever a task raises of a single sample
+            # Batch normalization of pooled features takes none.
+            costs, seconds = self._module_costs(names, row, samples=2)
+            half = [replace(cost, saved_bytes=cost.saved_bytes // 2, seconds=cost.seconds / 2) for cost in costs]
+            return half, seconds / 2
+
+    def _module_costs(self, names: Sequence[str], row: int, *, samples: int) -> tuple[list[ModuleCost], float]:
+        """Measures as `module_costs` does, of a batch with a sample several times."""
+        rows = np.full(samples, row)
 
         def forward() -> Losses:
-            return self._losses(self._batch(rows, coupled=True), 0, 1)
+            return self._losses(self._batch(rows, coupled=True), 0, samples)
 
         # What stands in for a GPU that is not at hand draws the results of products, which takes no time.
         is_here = not isinstance(self.meter, AbsentGpuMeter)
