@@ -132,8 +132,9 @@ def test_the_next_run_begins_on_the_rung_of_the_last_one(tmp_path: Path) -> None
 
 
 def test_a_model_that_takes_no_single_sample_is_computed_again_as_any_other(tmp_path: Path) -> None:
-    pooled = "(nn.functional.batch_norm(model(batch[0]).mean(1), torch.zeros(32), torch.ones(32), None, None, model.training)"
-    text = DEEP.replace("(model(batch[0]).square().mean((1, 2)).sum()", f"{pooled}.square().mean(1).sum()")
+    means = "model(batch[0]).mean(1), torch.zeros(32), torch.ones(32), None, None, model.training"
+    pooled = f"(nn.functional.batch_norm({means}).square().mean(1).sum()"
+    text = DEEP.replace("(model(batch[0]).square().mean((1, 2)).sum()", pooled)
     runs = [
         train(tmp_path / fit, "128MiB", text=text, fit=fit, accumulation_splits=1) for fit in ("split", "recompute")
     ]
