@@ -64,9 +64,17 @@ def lost_share(ranks: Ranks, folder: Path) -> None:
     check_denominators(combine_shares(shares), {"error": 4.0}, size=4)
 
 
-def sparse_gradients(ranks: Ranks, folder: Path) -> None:
-    """Of three parameters, all ranks have a gradient of one, rank 1 of another, and nobody of the third."""
-    parameters = [nn.Parameter(torch.zeros(600, 1000)), nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(1))]
+def some_gradients(ranks: Ranks, folder: Path) -> None:
+    """Of five parameters, all ranks have a gradient of one, rank 1 of another, nobody of the third. Ranks 0 and 1 have
+    a sparse gradient of the fourth, and all ranks one of the fifth, which is dense on rank 2 only.
+    """
+    parameters = [nn.Parameter(torch.zeros(600, 1000)), nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(1)),
+                  nn.Parameter(torch.zeros(9, 2)), nn.Parameter(torch.zeros(4, 2))]  # fmt: skip
+    for table, with_gradient in ((parameters[3], (0, 1)), (parameters[4], (0, 1, 2))):
+        if ranks.rank in with_gradient:
+            rows = torch.tensor([[1, 1, 2 + ranks.rank % 2]])
+            gradient = torch.sparse_coo_tensor(rows, torch.ones(3, 2), table.shape, check_invariants=True)
+            table.grad = gradient.to_dense() if ranks.rank == 2 else gradient
     parameters[0].grad = torch.full((600, 1000), 1.0 + ranks.rank)
     if ranks.rank == 1:
         # Not as it would lie in memory by itself.

@@ -512,19 +512,24 @@ def costliest(batch: BatchCosts, stops: tuple[int, ...]) -> float:
     return max(batch.cost(start, stop) for start, stop in pairwise((0, *stops)))
 
 
-@given(shared_batches(200), st.integers(1, 9))
-def test_shares_hold_every_sample_once_and_in_order(batch: BatchCosts, shares: int) -> None:
-    sizes = share_out(batch, shares)
+@given(shared_batches(200), st.integers(1, 9), st.integers(1, 8))
+def test_shares_hold_every_sample_once_and_in_order(batch: BatchCosts, shares: int, floor: int) -> None:
+    sizes = share_out(batch, shares, floor)
     assert len(sizes) == shares
-    assert min(sizes) >= 0
     assert sum(sizes) == len(batch)
+    # Of fewer samples than the floor there is one share.
+    assert all(size >= min(floor, len(batch)) for size in sizes if size)
+    assert [bool(size) for size in sizes] == sorted(map(bool, sizes), reverse=True)
 
 
-@given(shared_batches(9), st.integers(1, 4))
-def test_no_other_shares_have_a_cheaper_costliest_one(batch: BatchCosts, shares: int) -> None:
-    stops = tuple(np.cumsum(share_out(batch, shares)).tolist())
-    cuts = combinations_with_replacement(range(len(batch) + 1), shares - 1)
-    best = min(costliest(batch, (*cut, len(batch))) for cut in cuts)
+@given(shared_batches(9), st.integers(1, 4), st.integers(1, 3))
+def test_no_other_shares_have_a_cheaper_costliest_one(batch: BatchCosts, shares: int, floor: int) -> None:
+    stops = tuple(np.cumsum(share_out(batch, shares, floor)).tolist())
+    cuts = [(*cut, len(batch)) for cut in combinations_with_replacement(range(len(batch) + 1), shares - 1)]
+    allowed = [
+        cut for cut in cuts if {stop - start >= floor for start, stop in pairwise((0, *cut)) if stop > start} == {True}
+    ]
+    best = min(costliest(batch, cut) for cut in allowed or [(len(batch),)])
     assert costliest(batch, stops) == pytest.approx(best, rel=1e-8)
 
 

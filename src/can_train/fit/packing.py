@@ -366,31 +366,36 @@ def largest_typical_batch(
     return low
 
 
-def share_out(batch: BatchCosts, shares: int) -> tuple[int, ...]:
-    """Cuts a batch into contiguous shares whose costliest one costs as little as possible; the last ones may be empty.
+def share_out(batch: BatchCosts, shares: int, floor: int = 1) -> tuple[int, ...]:
+    """Cuts a batch into contiguous shares whose costliest one costs as little as possible. None has fewer samples than
+    `floor`, but for the last ones, which may be empty; a batch below it is one share.
 
     >>> share_out(BatchCosts.of_samples([5, 1, 1, 6, 2]), 2)
     (3, 2)
-    >>> share_out(BatchCosts.uniform(2), 3)
-    (1, 1, 0)
+    >>> share_out(BatchCosts.uniform(2), 3), share_out(BatchCosts.uniform(5), 3, 2)
+    ((1, 1, 0), (3, 2, 0))
     """
     if shares == 1:
         return (len(batch),)
-    if shares > len(batch) > 0:
+    most = max(len(batch) // floor, 1)
+    if shares > most > 0:
         # Not one step of the search for each empty share: a plan for thousands of GPUs is asked for by hand.
-        return share_out(batch, len(batch)) + (0,) * (shares - len(batch))
+        return share_out(batch, most, floor) + (0,) * (shares - most)
     low, high = 0.0, batch.total
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        low, high = (low, middle) if sum(_filled(batch, shares, middle)) == len(batch) else (middle, high)
-    return _filled(batch, shares, high)
+        low, high = (low, middle) if sum(_filled(batch, shares, middle, floor)) == len(batch) else (middle, high)
+    return _filled(batch, shares, high, floor)
 
 
-def _filled(batch: BatchCosts, shares: int, limit: float) -> tuple[int, ...]:
-    """Gives each share in turn as many samples as the limit allows; some samples may be left over."""
+def _filled(batch: BatchCosts, shares: int, limit: float, floor: int) -> tuple[int, ...]:
+    """Gives each share in turn as many samples as the limit allows, at least `floor`; some samples may be left over."""
     sizes, start = [], 0
-    for _ in range(shares):
+    for left in reversed(range(shares)):
         stop = batch.reach(start, limit) if start < len(batch) else start
+        if floor > 1:
+            # Those after it get as many, too.
+            stop = min(max(stop, start + floor), len(batch) - left * floor)
         sizes.append(stop - start)
         start = stop
     return tuple(sizes)

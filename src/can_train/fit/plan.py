@@ -138,7 +138,7 @@ def resolve_plan(
         order, *other_epochs = (epoch.chosen(bucketed(epoch.each(), logical)) for epoch in (order, *other_epochs))
     by_epoch = [_optimizer_steps(epoch, logical, request.preflight_threshold) for epoch in (order, *other_epochs)]
     num_batches, num_steps, ranks = -(-len(order) // logical), len(by_epoch[0]), request.ranks
-    of_steps = [_shares(step, ranks) for steps in by_epoch for step in steps]
+    of_steps = [_shares(step, ranks, rules.floor) for steps in by_epoch for step in steps]
     shares = [share for of_step in of_steps for share in of_step]
     sizes = [cut(share, rules.limit_for(share)) for share in shares]
     costs = [share.part_costs(parts) for share, parts in zip(shares, sizes, strict=True)]
@@ -168,9 +168,9 @@ def resolve_plan(
     )
 
 
-def _shares(step: BatchCosts, ranks: int) -> list[BatchCosts]:
+def _shares(step: BatchCosts, ranks: int, floor: int) -> list[BatchCosts]:
     """Returns the shares of the ranks in a step, without empty ones: their ranks have nothing to cut."""
-    shares = step.parts(share_out(step, min(ranks, len(step)))) if ranks > 1 else [step]
+    shares = step.parts(share_out(step, min(ranks, len(step)), floor)) if ranks > 1 else [step]
     return [share for share in shares if len(share)]
 
 
@@ -185,7 +185,7 @@ def size_candidates(
         order = order.chosen(bucketed(order.each(), size))
     starts = range(0, max(len(order) - size, 0) + 1, size)[:_SAMPLED_BATCHES]
     batches = [order.part(start, min(start + size, len(order))).packed() for start in starts]
-    shares = [share for batch in batches for share in _shares(batch, ranks)]
+    shares = [share for batch in batches for share in _shares(batch, ranks, plan.rules.floor)]
 
     def mean_samples(rules: SplitRules) -> float:
         return sum(map(len, shares)) / sum(len(cut(share, rules.limit_for(share))) for share in shares)

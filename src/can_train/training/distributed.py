@@ -146,12 +146,13 @@ class Ranks:
             self.gather(lambda has_turn=has_turn: done.append(work()) if has_turn else None)  # type: ignore[misc]
         return done[0]
 
-    def share(self, samples: int, price: Callable[[], BatchCosts]) -> slice:
+    def share(self, samples: int, price: Callable[[], BatchCosts], floor: int = 1) -> slice:
         """Decides which of some samples this rank computes, so that all shares cost about the same.
 
         Args:
             samples: How many there are.
             price: Prices them, with the same result on all ranks.
+            floor: Samples that no share has fewer of, unless it is empty or the only one.
         """
         return slice(0, samples)
 
@@ -228,18 +229,18 @@ class ConnectedRanks(Ranks):
             raise RankFailedError(failures)
         return [result for _, result in reports]
 
-    def share(self, samples: int, price: Callable[[], BatchCosts]) -> slice:  # noqa: D102
-        sizes = share_out(price(), self.size)
+    def share(self, samples: int, price: Callable[[], BatchCosts], floor: int = 1) -> slice:  # noqa: D102
+        sizes = share_out(price(), self.size, floor)
         start = sum(sizes[: self.rank])
         return slice(start, start + sizes[self.rank])
 
     def forms(self, parameters: Sequence[nn.Parameter], model: nn.Module) -> Forms:  # noqa: D102
-        present = bytes(parameter.grad is not None for parameter in parameters)
+        present = bytes(_kind_of(parameter.grad) for parameter in parameters)
         return Forms(gradients=zlib.crc32(present), buffers=zlib.crc32(repr(tuple(_buffer_kinds(model))).encode()))
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter], *, alike: bool = False) -> None:  # noqa: D102
-        if alike:
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if alike and not any(gradient.is_sparse for gradient in gradients):
             self._exchange(lambda: _add_up(gradients, self._tensors))
         else:
             self._exchange(lambda: add_gradients(parameters, torch.device("cpu"), self._tensors))
@@ -401,18 +402,60 @@ def add_gradients(parameters: Sequence[nn.Parameter], device: torch.device, grou
     which exchanges tensors of `device`.
 
     A parameter without a gradient in any process stays without; where only some have one, the others add zeros.
+    A gradient that is sparse in all processes stays sparse.
     """
-    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device=device)
+    kinds = [_kind_of(parameter.grad) for parameter in parameters]
+    present = torch.tensor(kinds, dtype=torch.uint8, device=device)
     dist.all_reduce(present, dist.ReduceOp.MAX)
     gradients = []
     # A branch of the model that no sample of a share took has no gradient on that rank; a collective that only some
     # ranks enter would hang.
-    for parameter, is_present in zip(parameters, present.tolist(), strict=True):
-        if is_present:
+    for parameter, kind in zip(parameters, present.tolist(), strict=True):
+        if kind == _SPARSE:
+            parameter.grad = _sum_of_sparse(parameter, group)
+        elif kind == _DENSE:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
             gradients.append(parameter.grad)
     _add_up(gradients, group)
+
+
+_ABSENT, _SPARSE, _DENSE = range(3)  # kinds of gradients: the highest one of all processes counts
+
+
+def _kind_of(gradient: Tensor | None) -> int:
+    return _ABSENT if gradient is None else _SPARSE if gradient.is_sparse else _DENSE
+
+
+def _sum_of_sparse(parameter: nn.Parameter, group: ProcessGroup | None) -> Tensor:
+    """Adds up a sparse gradient over the processes of a group.
+
+    All of them gather the rows of all, in one order, so that their sums have the same bits.
+    """
+    # Of a table, as of an embedding: one index a row.
+    rows = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    values = parameter.new_empty(0, *parameter.shape[1:])
+    if parameter.grad is not None:
+        gradient = parameter.grad.coalesce()
+        rows, values = gradient.indices(), gradient.values()
+    counts = _gathered_tensors(torch.tensor([rows.shape[1]], device=values.device), group)
+    numbers = [int(count) for count in counts]
+    most = max(numbers)
+    # Tensors that are gathered have one shape.
+    all_rows = _gathered_tensors(nn.functional.pad(rows, (0, most - rows.shape[1])), group)
+    padding = values.new_zeros(most - len(values), *values.shape[1:])
+    all_values = _gathered_tensors(torch.cat([values, padding]), group)
+    indices = torch.cat([each[:, :number] for each, number in zip(all_rows, numbers, strict=True)], dim=1)
+    entries = torch.cat([each[:number] for each, number in zip(all_values, numbers, strict=True)])
+    return torch.sparse_coo_tensor(indices, entries, parameter.shape, check_invariants=False).coalesce()
+
+
+def _gathered_tensors(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
+    received = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(received, tensor.contiguous(), group=group)
+    return received
 
 
 def _add_up(gradients: Sequence[Tensor], group: ProcessGroup | None) -> None:

@@ -425,7 +425,8 @@ class Session(Parts):
 
     def share(self, engine: PhaseEngine, rows: NDArray[np.int64]) -> slice:
         """Returns which samples of a logical batch this rank computes."""
-        return self.ranks.share(len(rows), lambda: engine.shared_plan.training_costs(engine.task, rows))
+        floor = self.training.min_micro_batch_size
+        return self.ranks.share(len(rows), lambda: engine.shared_plan.training_costs(engine.task, rows), floor)
 
     @cached_property
     def compared_rows(self) -> NDArray[np.int64]:
