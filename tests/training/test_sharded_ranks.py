@@ -137,6 +137,21 @@ def test_auto_shards_a_model_that_one_device_holds_without_a_sample(tmp_path: Pa
     assert json.loads(path.with_name("result.json").read_text())["peak_memory_bytes"] < 192 * 2**20
 
 
+def test_a_part_of_the_model_that_the_loss_calls_after_it_is_gathered_again(tmp_path: Path) -> None:
+    (tmp_path / "parts.py").write_text(PARTS)
+    settings: dict[str, Any] = {"precision": "fp64", "num_workers": "0", "scheduler": "constant"}
+    weights = []
+    for ranks, fit in ((1, "auto"), (2, "shard")):
+        folder = tmp_path / fit
+        folder.mkdir()
+        given = {"task": f"{tmp_path / 'parts.py'}:Parts", "devices": ["sim:64MiB"], "fit": fit, **settings}
+        assert run_ranks(ranks, train_task, folder, **given) == [0] * ranks
+        (path,) = folder.glob("runs/*/checkpoints/manifest.json")
+        newest = path.with_name(json.loads(path.read_text())["checkpoints"][0]["file"])
+        weights.append(torch.cat([one.flatten() for one in torch.load(newest)["model"].values()]))
+    assert relative_error(weights[1], weights[0]) <= 1e-12
+
+
 def test_memory_that_runs_out_on_the_last_rung_lets_the_run_go_on_as_shards(tmp_path: Path) -> None:
     (tmp_path / "growing.py").write_text(WIDE[: WIDE.index("class Wide")] + GROWING)
     task = f"{tmp_path / 'growing.py'}:Growing"
@@ -267,4 +282,38 @@ class Growing(can_train.Task):
         scores = model(batch[0]).mean((1, 2))
         held = (scores.sin()[:, None] * scores.new_ones(self.held)).exp().mean(1)
         return {"sine": ((scores.square() + held).sum(), len(batch[0]))}
+"""
+
+
+PARTS: Final = """
+import torch
+from torch import nn
+
+import can_train
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 32), nn.Tanh())
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+class Parts(can_train.Task):
+    training = {"lr_batch_size": 16, "epochs": 2}
+
+    def datasets(self):
+        generator = torch.Generator().manual_seed(0)
+        samples = [(torch.randn(8, generator=generator), i % 2) for i in range(64)]
+        return {"train": samples, "validation": samples[:20]}
+
+    def model(self):
+        return Net()
+
+    def loss(self, model, batch):
+        x, y = batch
+        return {"square": ((model.head(model(x))[:, 0] - y).square().sum(), len(y))}
 """

@@ -169,8 +169,12 @@ class Shards:
         self._is_unsettled = False  # Whether a pass of this rank has begun whose end the other ranks wait for
         self._names = {module: name for name, module in model.named_modules()}
         roots = _outermost(model, called)
-        kept = {*used, *(one for one in model.parameters() if one.dim() == 0)}
-        self._modules = _fully_shard(model, roots, ranks, device, kept)
+        # The weights of a module are freed after its call, and the loss may call a part of it then.
+        parts = [module for module in called if module not in roots]
+        uses = _uses(model)
+        shared = {one for part in parts if not _is_alone(part, uses) for one in part.parameters()}
+        kept = {*used, *shared, *(one for one in model.parameters() if one.dim() == 0)}
+        self._modules = _fully_shard(model, [*roots, *parts], ranks, device, kept)
         self._roots: list[Any] = [module for module in roots if module in self._modules]
         for module in self._modules:
             name = self._names[module]
@@ -415,7 +419,8 @@ def _fully_shard(
     inside = {part for root in roots for part in root.modules()}
     blocks = [block for block in blocks_of(model) if block in inside]
     sharded = []
-    for module in dict.fromkeys([*blocks, *roots]):
+    # A module comes after its parts.
+    for module in sorted(dict.fromkeys([*blocks, *roots]), key=lambda each: sum(1 for _ in each.modules())):
         if any(one not in kept and shard_of(one) is one for one in module.parameters()):
             fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=kept)
             sharded.append(module)
@@ -444,13 +449,18 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     again, and parts of long sequences. Modules that share weights with the rest of the model are left out.
     """
     modules = [part for name in candidates(model, by_switch=False) for part in modules_of_segment(model, name)]
-    uses = Counter(id(one) for part in model.modules() for one in part._parameters.values() if one is not None)
+    uses = _uses(model)
+    return [module for module in modules if _is_alone(module, uses)]
 
-    def is_alone(module: nn.Module) -> bool:
-        own = Counter(id(one) for part in module.modules() for one in part._parameters.values() if one is not None)
-        return bool(own) and all(count == uses[key] for key, count in own.items())
 
-    return [module for module in modules if is_alone(module)]
+def _is_alone(module: nn.Module, uses: Counter[int]) -> bool:
+    """Returns whether a module has weights, and shares none with the rest of a model, by the uses of its weights."""
+    own = _uses(module)
+    return bool(own) and all(count == uses[key] for key, count in own.items())
+
+
+def _uses(module: nn.Module) -> Counter[int]:
+    return Counter(id(one) for part in module.modules() for one in part._parameters.values() if one is not None)
 
 
 def sharded_weights(model: nn.Module, ranks: int) -> ShardedWeights:
