@@ -19,6 +19,7 @@ from can_train.errors import (
     ArgumentError,
     CanTrainError,
     ConfigError,
+    TaskError,
     errors_of_steps,
     first_sentence,
     from_os_error,
@@ -178,3 +179,11 @@ def test_an_error_of_can_train_in_a_backward_pass_stays_as_it_is() -> None:
             values.sum().backward()
     with pytest.raises(KeyError), errors_of_steps():
         raise KeyError
+
+
+def test_an_error_of_a_method_that_can_train_calls_names_the_method() -> None:
+    def counted(_: object) -> float:
+        raise KeyError("weights")
+
+    with pytest.raises(TaskError, match="counted of the task failed: KeyError: 'weights'"), errors_of_steps():
+        Column(counted).stacked([0])  # type: ignore[arg-type]

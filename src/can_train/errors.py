@@ -378,19 +378,26 @@ _STEP_PARTS: Final = (
 
 @contextmanager
 def errors_of_steps() -> Iterator[None]:
-    """Turns an error that PyTorch raises of a task's model, or of a setting, in a backward pass or an optimizer's step
-    into a `TaskError`; errors of can-train's own code stay.
+    """Turns an error of a task's own method, and an error that PyTorch raises of its model, or of a setting, in a
+    backward pass or an optimizer's step, into a `TaskError`; errors of can-train's own code stay.
     """
     try:
         yield
     except CanTrainError:
         raise
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        is_own = frames[-1].filename.startswith(f"{Path(__file__).resolve().parent}{os.sep}")
-        for folder, function, rule in _STEP_PARTS if not is_own else ():
+        # Without this function's own frame.
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        own = f"{Path(__file__).resolve().parent}{os.sep}"
+        is_own = [frame.filename.startswith(own) for frame in frames]
+        for folder, function, rule in _STEP_PARTS if not is_own[-1] else ():
             if any(folder in frame.filename and function in frame.name for frame in frames):
                 raise TaskError(rule, error) from error
+        # The first line below can-train's last one.
+        called = frames[len(frames) - is_own[::-1].index(True)] if any(is_own) and not is_own[-1] else None
+        libraries = (*_INSTALLED, *_PYTHON)
+        if called is not None and not any(folder in called.filename for folder in libraries):
+            raise TaskError(f"{called.name} of the task failed", error) from error
         raise
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from can_train.errors import DoesNotFitError
 from can_train.fit.micro_batcher import BatchResult, Losses, MicroBatcher, check_denominators, combine_shares
 from can_train.fit.packing import BatchCosts, SplitRules, share_out
-from can_train.training.distributed import Ranks
+from can_train.training.distributed import Ranks, check_alike
 from fakes.ragged import OBJECTIVES, Objective, Ragged, RaggedNet
 
 
@@ -62,6 +62,12 @@ def lost_share(ranks: Ranks, folder: Path) -> None:
     """Every rank takes the first half, so that the second is computed by nobody."""
     shares = ranks.gather(lambda: BatchResult(denominators={"error": 1.0}))
     check_denominators(combine_shares(shares), {"error": 4.0}, size=4)
+
+
+def unlike_data(ranks: Ranks, folder: Path) -> None:
+    """Of three ranks, the last one has other data; one part is none on rank 1."""
+    data = {"samples": 5, "digest": None if ranks.rank == 1 else "a", "shape": (2, 3 + ranks.rank // 2)}
+    check_alike(ranks, lambda: data, "The ranks of a run must read the same data", "Seed them")
 
 
 def some_gradients(ranks: Ranks, folder: Path) -> None:

@@ -69,6 +69,13 @@ def test_a_share_that_nobody_computes_is_an_error_on_all_ranks(tmp_path: Path) -
     assert "must add up to the whole batch's: 2 against 4" in error_text(tmp_path, 1)
 
 
+def test_ranks_that_read_other_data_end_with_the_first_difference(tmp_path: Path) -> None:
+    assert run_ranks(3, rank_functions.unlike_data, tmp_path) == [2, 3, 3]
+    told = "The ranks of a run must read the same data: shape: (2, 3) on rank 0, (2, 4) on rank 2"
+    assert told in error_text(tmp_path, 0)
+    assert f"rank 0: {told}" in error_text(tmp_path, 1)
+
+
 def test_gradients_add_up_and_missing_ones_count_as_zeros(tmp_path: Path) -> None:
     assert run_ranks(3, rank_functions.some_gradients, tmp_path) == [0, 0, 0]
     for rank in range(3):
@@ -103,7 +110,7 @@ def test_small_exchanges(tmp_path: Path) -> None:
     ("how", "code", "others"),
     [
         ("does not fit", 2, "RankFailedError: .*rank 1: It must fit: 1 GiB"),
-        ("bug", 1, "RankFailedError: .*rank 1: a bug"),
+        ("bug", 1, "RankFailedError: .*rank 1: ValueError: a bug"),
         ("leaves", 143, "RankGoneError: .*another one has ended"),
         ("is killed", -9, "RankGoneError: .*another one has ended"),
     ],

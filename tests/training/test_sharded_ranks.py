@@ -137,7 +137,7 @@ def test_auto_shards_a_model_that_one_device_holds_without_a_sample(tmp_path: Pa
     assert json.loads(path.with_name("result.json").read_text())["peak_memory_bytes"] < 192 * 2**20
 
 
-def test_a_part_of_the_model_that_the_loss_calls_after_it_is_gathered_again(tmp_path: Path) -> None:
+def test_a_part_that_the_loss_calls_after_the_model_is_gathered_again_and_one_process_goes_on(tmp_path: Path) -> None:
     (tmp_path / "parts.py").write_text(PARTS)
     settings: dict[str, Any] = {"precision": "fp64", "num_workers": "0", "scheduler": "constant"}
     weights = []
@@ -145,7 +145,12 @@ def test_a_part_of_the_model_that_the_loss_calls_after_it_is_gathered_again(tmp_
         folder = tmp_path / fit
         folder.mkdir()
         given = {"task": f"{tmp_path / 'parts.py'}:Parts", "devices": ["sim:64MiB"], "fit": fit, **settings}
-        assert run_ranks(ranks, train_task, folder, **given) == [0] * ranks
+        if fit == "shard":
+            # It goes on in one process, without shards.
+            (tmp_path / "stop").touch()
+            assert run_ranks(ranks, train_task, folder, **given) == [143] * ranks
+            (tmp_path / "stop").unlink()
+        assert run_ranks(1, train_task, folder, **given) == [0]
         (path,) = folder.glob("runs/*/checkpoints/manifest.json")
         newest = path.with_name(json.loads(path.read_text())["checkpoints"][0]["file"])
         weights.append(torch.cat([one.flatten() for one in torch.load(newest)["model"].values()]))
@@ -286,6 +291,10 @@ class Growing(can_train.Task):
 
 
 PARTS: Final = """
+import os
+import signal
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -312,6 +321,10 @@ class Parts(can_train.Task):
 
     def model(self):
         return Net()
+
+    def before_step(self, model, rows, progress, generator):
+        if progress > 0.3 and Path(__file__).with_name("stop").exists():
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def loss(self, model, batch):
         x, y = batch

@@ -502,9 +502,10 @@ def name_to_type(folder: RunFolder) -> str:
     return short_name(folder.run_id) if is_listed else shlex.quote(str(folder.path))
 
 
-def resume_hint(folder: RunFolder) -> str:
-    """Returns the notice with the command that continues a stopped run."""
-    return f"This continues the run:\n  can-train resume {name_to_type(folder)}"
+def resume_hint(folder: RunFolder, *, ranks: int = 1) -> str:
+    """Returns the notice with the command that continues a stopped run of so many ranks."""
+    how = f" in one process, and its launcher starts it in {ranks} again" if ranks > 1 else ""
+    return f"This continues the run{how}:\n  can-train resume {name_to_type(folder)}"
 
 
 def relocate_prerequisites(run: ResolvedRun, folder: Path) -> ResolvedRun:

@@ -6,7 +6,7 @@ import pickle
 import socket
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -216,7 +216,7 @@ class ConnectedRanks(Ranks):
             raise
         except Exception as error:
             own = isinstance(error, CanTrainError)
-            message = str(error).splitlines()[0] if own else first_sentence(error)
+            message = str(error).splitlines()[0].rstrip(".") if own else _with_type(error)
             failure = Failure(self.rank, message, isinstance(error, DoesNotFitError))
             # The error here explains more than that another process ended too.
             with suppress(RankGoneError):
@@ -304,6 +304,11 @@ class ConnectedRanks(Ranks):
     def _exchange(self, call: Callable[[], T]) -> T:
         with _ranks_gone():
             return self._calls.run(call)
+
+
+def _with_type(error: Exception) -> str:
+    text, kind = first_sentence(error), type(error).__name__
+    return kind if text == kind else f"{kind}: {text}"
 
 
 @contextmanager
@@ -395,6 +400,24 @@ def rank_device(device: str, place: RankPlace | Ranks) -> str:
     if place.size == 1 or device not in ("auto", "cuda") or not torch.cuda.is_available():
         return device
     return f"cuda:{place.local_rank if torch.cuda.device_count() > 1 else 0}"
+
+
+def check_alike(ranks: Ranks, describe: Callable[[], Mapping[str, object]], rule: str, remedy: str) -> None:
+    """Checks that all ranks describe something in the same way; a part that is None on a rank is not compared.
+
+    Raises:
+        RunError: They differ; the message has the first part that does, and of which ranks.
+    """
+    descriptions = ranks.gather(describe)
+
+    def compare() -> None:
+        for name, first in descriptions[0].items():
+            for rank, other in enumerate(descriptions):
+                if first is not None and other.get(name, _ABSENT) not in (first, None):
+                    found = f"{name}: {first} on rank 0, {other.get(name, 'none')} on rank {rank}"
+                    raise RunError(rule, value=found, remedy=remedy)
+
+    ranks.on_rank0(compare)
 
 
 def add_gradients(parameters: Sequence[nn.Parameter], device: torch.device, group: ProcessGroup | None = None) -> None:

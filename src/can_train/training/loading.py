@@ -35,6 +35,7 @@ from can_train.errors import (
     StateError,
     unknown_name,
 )
+from can_train.fit.collate import leaves
 from can_train.fit.optimizer import check_sparse, freeze, phase_training
 from can_train.fit.precision import Precision, use_channels_last
 from can_train.fit.random_state import capture_generators, restore_generators, seed_everything
@@ -140,6 +141,33 @@ def with_cache(paths: PathSettings, reporter: Reporter, make: Callable[[Path], T
     # The task maps the files that it reads: they stay readable after they are deleted.
     with scratch as folder:
         return make(Path(folder))
+
+
+_COMPARED: Final = 8  # samples that ranks compare
+
+
+def describe_data(task: BatchTask) -> dict[str, object]:
+    """Describes a task's data, for ranks to compare: how many samples there are, and the content of a few; None where
+    that is another one each time that it is read.
+    """
+    rows = np.concatenate([task.train_rows, task.validation_rows])
+    described: dict[str, object] = {
+        "training samples": len(task.train_rows), "validation samples": len(task.validation_rows)
+    }  # fmt: skip
+    # A stream is read once, in its order.
+    if task.in_order or not len(rows):
+        return described
+    some = rows[np.unique(np.linspace(0, len(rows) - 1, _COMPARED).astype(np.int64))]
+    digests = [_digest_of(task, some) for _ in range(2)]
+    return {**described, f"digest of {len(some)} samples": digests[0] if digests[0] == digests[1] else None}
+
+
+def _digest_of(task: BatchTask, rows: NDArray[np.int64]) -> str:
+    digest = hashlib.sha256(np.ascontiguousarray(task.batch_features(rows)).tobytes())
+    read = getattr(task, "sample", None)
+    for tensor in (leaf for row in rows if read is not None for leaf in leaves(read(int(row)))):
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:8]
 
 
 def check_inputs_unchanged(folder: RunFolder, task: BatchTask) -> None:

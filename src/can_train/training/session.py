@@ -895,7 +895,7 @@ def _adopt(planners: Planners, factor: FactorRule, first: RunPlan, own: RunPlan 
     planner = planners.first
     same_ranks = first.ranks == planner.ranks
     if not same_ranks:
-        now = f"{planner.ranks} processes in place of {first.ranks}"
+        now = f"{'one process' if planner.ranks == 1 else f'{planner.ranks} processes'} in place of {first.ranks}"
         planner.reporter.notice(f"The run goes on with {now}: its batch is kept, limits and micro-batches start anew")
     # An attempt that was killed while it wrote plans may leave this rank one of another logical batch.
     if own is not None and same_ranks and own.shares_with(first):

@@ -17,7 +17,7 @@ from can_train.memory.meters import CpuMeter
 from can_train.memory.out_of_memory import forget_frames
 from can_train.memory.sharded_tensors import shard_of
 from can_train.reporter import SilentReporter
-from can_train.training.distributed import ConnectedRanks, RankFailedError
+from can_train.training.distributed import ConnectedRanks, RankFailedError, check_alike
 from can_train.training.loading import fresh_model, start_from
 
 if TYPE_CHECKING:
@@ -157,7 +157,12 @@ def _initial_model(parts: Parts, *, is_new: bool, on_host: bool = False) -> nn.M
             start_from(model, Path(parts.training.start_from))
         return model
 
-    return parts.ranks.on_every_rank(make)
+    model = parts.ranks.on_every_rank(make)
+    if parts.ranks.size > 1:
+        check_alike(parts.ranks, lambda: {name: tuple(one.shape) for name, one in model.named_parameters()},
+                    "The ranks of a run must build the same model",
+                    "Make Task.model depend on the settings and the data alone")  # fmt: skip
+    return model
 
 
 def _model_on_host(parts: Parts, *, is_new: bool) -> nn.Module:

@@ -93,12 +93,13 @@ from can_train.training.chosen_weights import (
     averaged_weights,
     choose,
 )
-from can_train.training.distributed import Forms, RankFailedError, Ranks, rank_device
+from can_train.training.distributed import Forms, RankFailedError, Ranks, check_alike, rank_device
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, with_samples
 from can_train.training.limit_recorder import LimitRecorder
 from can_train.training.loading import (
     ResidentData,
     check_inputs_unchanged,
+    describe_data,
     load_task,
     write_epoch_weights,
 )
@@ -179,7 +180,7 @@ def train_new(
         reporter.notice(f"This is run {folder.run_id}")
         # Keeps all processes but the run's ranks out of its folder.
         ranks.on_rank0(lambda: lock.enter_context(folder.locked()))
-        ranks.on_rank0(lambda: lock.enter_context(logged(folder, log, stops)))
+        ranks.on_rank0(lambda: lock.enter_context(logged(folder, log, stops, ranks=ranks.size)))
         return _train_and_judge(Parts(run=run, folder=folder, task=task, meter=meter, reporter=reporter,
                                       stops=stops, ranks=ranks, recorder=recorder))  # fmt: skip
 
@@ -202,7 +203,10 @@ def train_on(
         if finished is None:
             reporter = _with_state(run, reporter, ranks)
             ranks.on_rank0(lambda: check_packages(run.paths.trackers))
-            ranks.on_rank0(lambda: lock.enter_context(logged(folder, log, stops)))
+            ranks.on_rank0(lambda: lock.enter_context(logged(folder, log, stops, ranks=ranks.size)))
+            if run.training.fit == "shard" and ranks.size == 1 and is_file(folder.plan_path):
+                run = replace(run, training=replace(run.training, fit="auto"))
+                reporter.notice("The run goes on in one process, which has the whole model: shards are of several")
         meter = _open_meter(run, ranks)
         recorder = lock.enter_context(closing(LimitRecorder(run, meter)))
         if finished is None:
@@ -235,9 +239,9 @@ def _with_state(run: ResolvedRun, reporter: Reporter, ranks: Ranks) -> Reporter:
 
 
 @contextmanager
-def logged(folder: RunFolder, log: LoggedReporter, stops: StopRequests) -> Iterator[None]:
-    """Writes the block's reports to the run's log, and the error that ends it; says how the run goes on where
-    a person stopped it.
+def logged(folder: RunFolder, log: LoggedReporter, stops: StopRequests, *, ranks: int = 1) -> Iterator[None]:
+    """Writes the block's reports to the run's log, and the error that ends it; says how the run, of so many ranks, goes
+    on where a person stopped it.
     """
     job = SlurmContext.from_environment().job
     process = f"process {os.getpid()} of {this_host()}" + (f", job {job}" if job else "")
@@ -254,7 +258,7 @@ def logged(folder: RunFolder, log: LoggedReporter, stops: StopRequests) -> Itera
             # In a job it is mostly the scheduler that sends SIGTERM, and the job starts again by itself.
             by_person = (signal.SIGINT,) if job else (signal.SIGINT, signal.SIGTERM)
             if stops.received in by_person:
-                log.notice(resume_hint(folder))
+                log.notice(resume_hint(folder, ranks=ranks))
                 if isinstance(stop, Stopped):
                     stop.is_told = True
             raise
@@ -421,6 +425,9 @@ def make_session(parts: Parts, factor: FactorRule, *, as_shards: bool = False) -
     """
     task, meter, reporter, ranks = parts.task, parts.meter, parts.reporter, parts.ranks
     _keep_imports_from_collections()
+    if ranks.size > 1:
+        check_alike(ranks, lambda: describe_data(task), "The ranks of a run must read the same data",
+                    "Seed what datasets() draws, and see that all nodes read the same files")  # fmt: skip
     checkpoint = load_checkpoint(parts)
     planned = plan_model(parts, partial(_planned, parts, factor), is_new=checkpoint is None,
                          was_sharded=lambda: as_shards or _was_sharded(parts, factor))  # fmt: skip
@@ -669,7 +676,7 @@ def take_step(session: Session, rows: Rows, *, ends_epoch: bool) -> None:
         share = progress.step / session.total_steps
         if type(session.task).before_step is not BatchTask.before_step:
             # On all ranks or on none: an error on one must not leave the others waiting in a later exchange.
-            session.ranks.on_every_rank(lambda: session.task.before_step(session.model, rows, share, generator))
+            session.ranks.on_every_rank(lambda: _before_step(session, rows, share, generator))
         # Before the monitored step: planning runs probes, whose memory is not the step's.
         session.replan_if_thawed()
         # A run that is resumed within a step goes on after the updates that are done.
@@ -697,6 +704,12 @@ def take_step(session: Session, rows: Rows, *, ends_epoch: bool) -> None:
     progress.add_step(counts, len(rows))
     session.record_step(counts, results)
     _release_and_report(session, counts)
+
+
+def _before_step(session: Session, rows: Rows, share: float, generator: torch.Generator) -> None:
+    # Here, so that the other ranks are told of the method, too.
+    with errors_of_steps():
+        session.task.before_step(session.model, rows, share, generator)
 
 
 def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: bool) -> UpdateResult:
