@@ -13,6 +13,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
 import typer
@@ -651,7 +652,9 @@ def launched_ranks(device: str, verbosity: Verbosity) -> "Iterator[Ranks]":
     """
     from can_train.training.distributed import RankFailedError, join_ranks
 
-    ranks = join_ranks(_launched_place(verbosity), device)
+    place = _launched_place(verbosity)
+    with _told_of_waiting(place):
+        ranks = join_ranks(place, device)
     try:
         yield ranks
     except RankFailedError as error:
@@ -660,6 +663,27 @@ def launched_ranks(device: str, verbosity: Verbosity) -> "Iterator[Ranks]":
         raise SystemExit(error.exit_code) from error
     finally:
         ranks.leave()
+
+
+_SILENT_S: Final = 15.0  # that the processes of a launcher may take to start, without a word
+
+
+@contextmanager
+def _told_of_waiting(place: "RankPlace | None") -> Iterator[None]:
+    """Says which processes are waited for where the block, in which they find each other, takes long."""
+    if place is None:
+        yield
+        return
+    where = f"{place.address}:{place.port}"
+    text = (f"Process {place.rank} of {place.size} waits for the others at {where}: one of them may not have started, and "
+            "its own output says why")  # fmt: skip
+    timer = Timer(_SILENT_S, output.print_note, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _launched_place(verbosity: Verbosity) -> "RankPlace | None":
