@@ -5,11 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from can_train.cli import train
+from can_train.training.distributed import RankPlace
 from fakes.own_tasks import write_task
 
 pytestmark = pytest.mark.slow
@@ -26,6 +29,21 @@ def launched(folder: Path, launcher: Sequence[str], *words: str) -> subprocess.C
                "OMPI_MCA_rmaps_base_oversubscribe": "1", "COLUMNS": "80"}  # fmt: skip
     return subprocess.run(command, cwd=folder, env=os.environ | allowed, capture_output=True, text=True,
                           timeout=TIMEOUT_S, check=False)  # fmt: skip
+
+
+def test_a_process_that_waits_for_the_others_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "_SILENT_S", 0.05)
+    place = RankPlace(rank=1, size=4, local_rank=1, address="node7", port=29500)
+    with train._told_of_waiting(place):
+        time.sleep(0.5)
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.startswith("note: Process 1 of 4 waits for the others at node7:29500: one of them may not have started")
+    with train._told_of_waiting(place):
+        pass
+    time.sleep(0.2)
+    assert capsys.readouterr().err == ""
 
 
 def results(folder: Path) -> list[dict[str, object]]:

@@ -674,9 +674,8 @@ def _told_of_waiting(place: "RankPlace | None") -> Iterator[None]:
     if place is None:
         yield
         return
-    where = f"{place.address}:{place.port}"
-    text = (f"Process {place.rank} of {place.size} waits for the others at {where}: one of them may not have started, and "
-            "its own output says why")  # fmt: skip
+    who, where = f"Process {place.rank} of {place.size}", f"{place.address}:{place.port}"
+    text = f"{who} waits for the others at {where}: one of them may not have started, and its own output says why"
     timer = Timer(_SILENT_S, output.print_note, [text])
     timer.daemon = True
     timer.start()
