@@ -161,7 +161,7 @@ def test_a_rank_that_is_killed_takes_the_others_along_and_the_run_goes_on_bit_by
 
 def test_an_error_of_the_task_on_one_rank_ends_all(tmp_path: Path) -> None:
     assert ended(tmp_path, 2, fault=(1, "bug", 3), **EXACT) == [3, 1]
-    assert "rank 1: a bug" in error_text(tmp_path, 0)
+    assert "rank 1: ValueError: a bug" in error_text(tmp_path, 0)
     assert outcomes(tmp_path) == {0: "interrupted", 1: "error"}
 
 
@@ -276,5 +276,5 @@ def test_a_step_takes_one_message_beside_the_tensors(norm: bool, messages: int, 
 
 def test_an_optimizer_that_fails_on_one_rank_ends_all_ranks(tmp_path: Path) -> None:
     assert ended(tmp_path, 2, **DROPPING, fault=(1, "optimizer", 4)) == [3, 1]
-    assert "rank 1: a bug of the optimizer" in error_text(tmp_path, 0)
+    assert "rank 1: ValueError: a bug of the optimizer" in error_text(tmp_path, 0)
     assert checkpoint(tmp_path)["progress"]["step"] == 3
