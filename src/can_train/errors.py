@@ -103,11 +103,19 @@ def command_name() -> str:
 class Stopped(SystemExit):
     """The end of a process that a signal stopped.
 
+    Args:
+        status: The exit status, 128 + the number of the signal.
+        outcome: What was done before the end, in words.
+
     Attributes:
         is_told: Whether a notice has said so, and how the run goes on.
     """
 
     is_told = False
+
+    def __init__(self, status: int, outcome: str = "") -> None:
+        super().__init__(status)
+        self.outcome = outcome
 
 
 class CanTrainError(Exception):

@@ -81,6 +81,6 @@ def test_a_job_sees_the_gpus_that_its_submitter_sees(
     def entry(run: RunFolder, stops: object) -> None:
         (run.path / "seen").write_text(json.dumps(os.environ.get("CUDA_VISIBLE_DEVICES")))
 
-    job = start_process(entry, folder)
+    job = start_process(entry, folder, lambda jobs: None)
     assert job.executor == "local"
     assert json.loads(wait_for(folder.path / "seen", "l" if visible is None else '"')) == visible

@@ -205,7 +205,7 @@ def _run_command(arguments: Sequence[str]) -> int:
         if isinstance(stop.__context__, BrokenPipeError):
             raise stop.__context__ from None
         if isinstance(stop, Stopped) and not stop.is_told:
-            print_aside(_STOPPED)
+            print_aside(": ".join(filter(None, (_STOPPED, with_command_name(stop.outcome)))))
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0
 

@@ -310,10 +310,13 @@ def _submit_group(group: "Sequence[_Again]", locator: RunLocator) -> "list[JobRe
     with ExitStack() as locks:
         for again in group:
             locks.enter_context(again.folder.locked(doing="submitted"))
-        jobs = start_jobs(continue_in_job, [again.folder for again in group], group[0].cluster, submission)
-        for job in jobs:
-            locator.registry.add(job)
-    return jobs
+        folders = [again.folder for again in group]
+        return start_jobs(continue_in_job, folders, group[0].cluster, submission, partial(_record, locator))
+
+
+def _record(locator: RunLocator, jobs: "Sequence[JobRecord]") -> None:
+    for job in jobs:
+        locator.registry.add(job)
 
 
 def _print_changes(sentences: Sequence[str], *, quiet: bool) -> None:
@@ -339,9 +342,7 @@ def _start_again(folder: RunFolder, locator: RunLocator) -> "JobRecord":
     from can_train.cli.train import continue_in_job
     from can_train.slurm.submit import start_process
 
-    job = start_process(continue_in_job, RunFolder(folder.path.resolve()))
-    locator.registry.add(job)
-    return job
+    return start_process(continue_in_job, RunFolder(folder.path.resolve()), partial(_record, locator))
 
 
 def _without_begin(status: "RunStatus", request: Mapping[str, Any]) -> Mapping[str, Any]:

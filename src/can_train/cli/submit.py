@@ -24,6 +24,7 @@ from can_train.errors import (
     CanTrainError,
     ConfigError,
     DoesNotFitError,
+    Stopped,
     unknown_name,
     with_command_name,
 )
@@ -250,42 +251,51 @@ def start_group(
 
     Raises:
         CanTrainError: They cannot be started; folders of runs that were not accepted are removed.
+        Stopped: A signal arrived while a job was sent, which is recorded.
     """
     from can_train.config.compose import changed_settings
 
     state = state_dir(group[0].run.paths)
     folders, submission = _new_group(group, plan, state)
-    cluster, waiting, jobs = group[0].run.cluster, [*folders], []
+    registry, cluster, unregistered = Registry(state), group[0].run.cluster, [*folders]
+
+    def register(planned: PlannedRun, folder: RunFolder) -> None:
+        register_run(
+            planned.run,
+            folder,
+            identity=planned.identity,
+            after=",".join(plan.after),
+            sweep=plan.sweep[planned.index] if plan.sweep else SweepRun(),
+        )
+        unregistered.remove(folder)
+
+    def record(jobs: Sequence[JobRecord]) -> None:
+        by_id = {folder.run_id: (planned, folder) for planned, folder in zip(group, folders, strict=True)}
+        for job in jobs:
+            register(*by_id[job.run_id])
+            registry.add(job)
+
     try:
         for planned, folder in zip(group, folders, strict=True):
             folder.make(with_code(planned.run, code, state).config, changed_settings(planned.run.config))
             describe(code, state, folder.path)
             prepare(planned, folder)
         if cluster.executor == "slurm":
-            jobs = start_jobs(entry, folders, cluster, submission)
-            waiting.clear()
+            jobs = start_jobs(entry, folders, cluster, submission, record)
             _note_forbidden_requeue(jobs[0], cluster)
-        for index, (planned, folder) in enumerate(zip(group, folders, strict=True)):
-            if cluster.executor == "local":
-                jobs.append(start_process(entry, folder))
-            waiting = waiting[1:]
-            register_run(
-                planned.run,
-                folder,
-                identity=planned.identity,
-                after=",".join(plan.after),
-                sweep=plan.sweep[planned.index] if plan.sweep else SweepRun(),
-            )
-            if cluster.executor == "debug":
-                jobs.append(run_here(entry, folder, submission))
-            else:
-                Registry(state).add(jobs[index])
-    except CanTrainError:
-        # Not for a Ctrl-C: sbatch may have accepted by then, and a job needs its folder.
-        for folder in waiting:
+            return jobs
+        if cluster.executor == "local":
+            return [start_process(entry, folder, record) for folder in folders]
+        jobs = []
+        for planned, folder in zip(group, folders, strict=True):
+            register(planned, folder)
+            jobs.append(run_here(entry, folder, submission))
+        return jobs
+    except (CanTrainError, Stopped):
+        # No job waits for these: it is recorded, or cancelled.
+        for folder in unregistered:
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
-    return jobs
 
 
 def submit_again(

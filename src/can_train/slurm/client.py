@@ -55,9 +55,9 @@ def run_command(*command: str, timeout_s: float = _QUERY_TIMEOUT_S) -> CommandRe
     kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     variables = {**kept, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
     try:
-        done = subprocess.run(
-            command, env=variables, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
-        )
+        # In a session of its own: the terminal's Ctrl-C is for this process, which may wait with it (`start_jobs`).
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, errors="replace",
+                              timeout=timeout_s, check=False, start_new_session=True)  # fmt: skip
     except subprocess.TimeoutExpired:
         return CommandResult(status=None, errors=f"{command[0]} gave no answer after {timeout_s:g} s")
     except FileNotFoundError:
@@ -320,17 +320,21 @@ def moved_dependency(dependency: str, old: JobId, new: JobId) -> str:
 
 _LIMITED: Final = """\
 import os, signal, subprocess, sys
+# The terminal's Ctrl-C must not end sbatch between its request and its answer.
+os.setsid()
 child = subprocess.Popen(sys.argv[2:], process_group=0)
 try:
     sys.exit(child.wait(float(sys.argv[1])))
-except (subprocess.TimeoutExpired, KeyboardInterrupt):
+except subprocess.TimeoutExpired:
     # A site's sbatch may be a script: its children would keep the output open.
     os.killpg(child.pid, signal.SIGKILL)
 """
 
 
 def limited(command: Sequence[str]) -> list[str]:
-    """Returns a command that runs another command, but ends after `SUBMIT_TIMEOUT_S` with success and no output."""
+    """Returns a command that runs another command in a session of its own, out of reach of the terminal's signals. It
+    ends after `SUBMIT_TIMEOUT_S` with success and no output.
+    """
     return [sys.executable, "-I", "-c", _LIMITED, str(SUBMIT_TIMEOUT_S), *command]
 
 

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import uuid
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -21,8 +21,8 @@ import submitit
 from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError, JobPaths
 
 from can_train.config.settings import ClusterSettings
-from can_train.errors import RunError
-from can_train.io.records import text_or_nothing, utc_now, write_text_atomic
+from can_train.errors import CanTrainError, RunError, Stopped
+from can_train.io.records import JobId, text_or_nothing, utc_now, write_text_atomic
 from can_train.runs.attempts import SlurmContext
 from can_train.runs.registry import JobRecord, Registry
 from can_train.runs.run_folder import RunFolder
@@ -42,6 +42,8 @@ from can_train.slurm.script import (
 from can_train.slurm.snapshot import code_of
 
 T = TypeVar("T")
+Recording = Callable[[Sequence[JobRecord]], object]
+"""Function that enters jobs, and what belongs to them, into the registry."""
 
 _SENT_TO: Final = ".cluster"
 """File in the folder of submitit's files: name of the cluster of the last submission."""
@@ -63,25 +65,27 @@ def submit_job(entry: Entry, folder: RunFolder, cluster: ClusterSettings, submis
         ConfigError: A value cannot be written into a script.
         StateError: The registry cannot be written.
     """
-    (job,) = start_jobs(entry, [folder], cluster, submission)
-    Registry(submission.state_dir).add(job)
+    registry = Registry(submission.state_dir)
+    (job,) = start_jobs(entry, [folder], cluster, submission, lambda jobs: registry.add(jobs[0]))
     return job
 
 
 def start_jobs(
-    entry: Entry, folders: Sequence[RunFolder], cluster: ClusterSettings, submission: Submission
+    entry: Entry, folders: Sequence[RunFolder], cluster: ClusterSettings, submission: Submission, record: Recording
 ) -> list[JobRecord]:
     """Submits a job for a run, or an array for several runs with equal requests, whose jobs may train several runs each
-    (`cluster.pack`). The caller enters them into the registry.
+    (`cluster.pack`). Signals wait until the jobs are recorded; jobs that cannot be recorded are cancelled.
 
     Args:
         entry: Function that trains the run in a folder.
         folders: Folders of the runs, which have a snapshot of the code.
         cluster: Request of each job.
         submission: Description of the jobs.
+        record: Enters the jobs into the registry.
 
     Raises:
-        RunError: SLURM refused.
+        RunError: SLURM refused, or has a job that can be neither recorded nor cancelled.
+        Stopped: A signal arrived.
         NoControllerError: SLURM does not answer.
         ConfigError: A value cannot be written into a script, or SLURM cannot write into a folder of this name.
     """
@@ -115,10 +119,31 @@ def start_jobs(
         Job(entry, str(pack[0].path)) if cluster.runs_per_job == 1
         else PackedJob(entry, tuple(str(run.path) for run in pack)) for pack in packs
     ]  # fmt: skip
+    name = str(job_parameters["job_name"])
+    doubt = f"a job {name} may be in the queue. Look: squeue --me --name={name}. Take it out: scancel JOBID"
+    with _signals_deferred(doubt) as deferral:
+        jobs = _sent(executor, tasks)
+        try:
+            # Each process of a job has a log of its own.
+            records = [
+                _record(run, "slurm", job.job_id, str(JobPaths(folder, job.job_id, task).stdout),
+                        reason=submission.reason, resources=resources(cluster), cluster=executor.job_cluster,
+                        packed_with=len(pack))
+                for pack, job in zip(packs, jobs, strict=True) for task, run in enumerate(pack)
+            ]  # fmt: skip
+            record(records)
+        except Exception as error:
+            _cancel_unrecorded(executor.taken, error)
+            raise
+        deferral.has_started(records, submission.state_dir)
+    return records
+
+
+def _sent(executor: "_Executor", tasks: "Sequence[Job | PackedJob]") -> list[submitit.Job[Any]]:
     try:
         # submitit prints sbatch's output; the error contains it, too.
         with job_environment(), redirect_stderr(io.StringIO()):
-            jobs = executor.submit_array(tasks)
+            return list(executor.submit_array(tasks))
     except (FailedJobError, FailedSubmissionError) as error:
         # The lines of sbatch, without the lines of Python.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -126,12 +151,30 @@ def start_jobs(
         reason = "; ".join(texts) or [*lines, "no reason given"][-1]
         remedy = "Change what the job asks for; can-train doctor shows what the partitions grant"
         raise RunError("SLURM refused the job", value=reason, remedy=remedy) from error
-    # Each process of a job has a log of its own.
-    return [
-        _record(run, "slurm", job.job_id, str(JobPaths(folder, job.job_id, task).stdout), reason=submission.reason,
-                resources=resources(cluster), cluster=executor.job_cluster, packed_with=len(pack))
-        for pack, job in zip(packs, jobs, strict=True) for task, run in enumerate(pack)
-    ]  # fmt: skip
+    except Exception as error:
+        # A disk that is full: submitit moves its files after sbatch has answered.
+        _cancel_unrecorded(executor.taken, error)
+        raise
+
+
+def _cancel_unrecorded(taken: Sequence[JobId], error: Exception) -> None:
+    """Cancels the jobs that SLURM took before an error, so that none waits that no run knows.
+
+    Raises:
+        RunError: SLURM does not cancel them.
+    """
+    if not taken:
+        return
+    try:
+        refusal = cancel_jobs(taken)
+    except NoControllerError as silence:
+        refusal = silence.value
+    if refusal:
+        reason = error.in_short if isinstance(error, CanTrainError) else str(error)
+        numbers = " ".join(job.number for job in taken)
+        raise RunError("SLURM took a job that could be neither recorded nor cancelled",
+                       value=f"job {', '.join(map(str, taken))}: {reason}; {refusal}",
+                       remedy=f"Cancel it: scancel {numbers}") from error  # fmt: skip
 
 
 def in_packs(items: Sequence[T], cluster: ClusterSettings) -> list[Sequence[T]]:
@@ -154,10 +197,15 @@ class _Executor(submitit.SlurmExecutor):
     Attributes:
         job_cluster: Name of the cluster of the jobs.
         sent_to: Clusters that may take the jobs, separated by commas.
+        taken: Jobs that SLURM took; an array is one job.
     """
 
     job_cluster = ""
     sent_to = ""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.taken: list[JobId] = []
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[submitit.Job[Any]]:
         if len(delayed_submissions) == 1:
@@ -169,7 +217,7 @@ class _Executor(submitit.SlurmExecutor):
             delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
             delayed.dump(pickle)
         array = _Executor(self.folder, self.max_num_timeout)
-        array.job_cluster, array.sent_to = self.job_cluster, self.sent_to
+        array.job_cluster, array.sent_to, array.taken = self.job_cluster, self.sent_to, self.taken
         array.parameters = {**self.parameters, "map_count": len(pickles)}
         first = array._submit_command(self._submitit_command_str)
         self.job_cluster = array.job_cluster or self.job_cluster
@@ -187,10 +235,13 @@ class _Executor(submitit.SlurmExecutor):
     # A static method in submitit, which calls it as a method.
     def _get_job_id_from_submission_command(self, string: bytes | str) -> str:  # type: ignore[override]
         # `cluster.clusters` sends jobs to another cluster, and sbatch prints its name.
-        if named := re.search(r" on cluster (\S+)", string if isinstance(string, str) else string.decode()):
+        answer = string if isinstance(string, str) else string.decode()
+        if named := re.search(r" on cluster (\S+)", answer):
             self.job_cluster = named[1]
-        if string:
-            return str(submitit.SlurmExecutor._get_job_id_from_submission_command(string))
+        if answer:
+            number = str(submitit.SlurmExecutor._get_job_id_from_submission_command(answer))
+            self.taken.append(JobId(number=number, cluster=self.job_cluster))
+            return number
         try:
             jobs = find_jobs(str(self.parameters["job_name"]), Path(self.folder), self.sent_to)
         except NoControllerError as error:
@@ -198,6 +249,7 @@ class _Executor(submitit.SlurmExecutor):
         if not jobs:
             raise _unanswered("it did not take the job")
         self.job_cluster = jobs[-1].cluster
+        self.taken.append(jobs[-1])
         return jobs[-1].number
 
 
@@ -240,16 +292,27 @@ def submission_folder(folders: Sequence[RunFolder], submission: Submission) -> P
 # On this machine, in the background or in this process
 
 
-def start_process(entry: Entry, run: RunFolder) -> JobRecord:
-    """Starts a process for a run that outlives this process and its terminal. The caller enters it into the registry.
+def start_process(entry: Entry, run: RunFolder, record: Recording) -> JobRecord:
+    """Starts a process for a run that outlives this process and its terminal. Signals wait until it is recorded.
 
     Args:
         entry: Function that trains the run in a folder.
         run: Folder of the run, which has a snapshot of the code.
+        record: Enters the process into the registry.
 
     Raises:
         RunError: The process could not be started.
+        Stopped: A signal arrived.
     """
+    doubt = f"a process of run {run.run_id} may train in the background: ps -f"
+    with _signals_deferred(doubt) as deferral:
+        job = _process(entry, run)
+        record([job])
+        deferral.has_started([job])
+    return job
+
+
+def _process(entry: Entry, run: RunFolder) -> JobRecord:
     folder = run.path / "submitit"
     # Read before the variables of an enclosing job are removed: the process stays in that job. submitit sets
     # CUDA_VISIBLE_DEVICES to other numbers, or to none: ids of GPUs (GPU-…) and of their parts (MIG-…), and GPUs that
@@ -306,12 +369,86 @@ def run_here(entry: Entry, folder: RunFolder, submission: Submission) -> JobReco
     return job
 
 
-# A command of can-train in a child process
+# Signals
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 """Signals of a person, of a closing terminal and of a scheduler."""
 _STOP_STATUSES: Final = frozenset(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2))
 """Exit statuses of a training that was stopped and has saved its state."""
+
+
+class _Deferral:
+    """The outcome of a block whose signals wait.
+
+    Attributes:
+        outcome: The jobs that the block has started, in words; empty: none.
+    """
+
+    def __init__(self) -> None:
+        self.outcome = ""
+
+    def has_started(self, jobs: Sequence[JobRecord], state_dir: Path | None = None) -> None:
+        """Notes the recorded jobs of the block; `state_dir` has the names of their sweeps."""
+        ids = [job.run_id for job in jobs]
+        sweeps = {run.sweep if (run := Registry(state_dir).run(each)) else "" for each in ids} if state_dir else {""}
+        # A sweep that is resumed in part has other jobs beside these.
+        whole_sweep = "" if jobs[0].reason or len(ids) == 1 or len(sweeps) > 1 else next(iter(sweeps))
+        started = f"job {jobs[0].job_id}" if len(ids) == 1 else f"jobs {jobs[0].job_id} to {jobs[-1].job_id}"
+        verb = "were" if len(ids) > 1 else "was"
+        self.outcome = (
+            f"{started} {verb} submitted first. To take back: can-train cancel {whole_sweep or ' '.join(ids)}"
+        )
+
+
+@contextmanager
+def _signals_deferred(doubt: str) -> Iterator[_Deferral]:
+    """Delays the end by a signal until the end of the block, which sends a job and records it: an interruption between
+    the two would leave a job that no run knows.
+
+    Args:
+        doubt: Line about the job, for a second Ctrl-C: it ends the process at once.
+
+    Raises:
+        Stopped: A signal arrived in the block.
+    """
+    received: list[int] = []
+
+    def handle(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        # Only a person sends SIGINT, and means it; other signals may come twice.
+        if len(received) > 1 and number == signal.SIGINT:
+            _write_line(f"interrupted: {doubt}")
+            # An exception would wait for sbatch's end.
+            os._exit(128 + number)
+        if len(received) == 1:
+            _write_line("the job is being submitted: this command ends when it is recorded, after seconds")
+
+    # The handler of a second Ctrl-C cannot.
+    sys.stdout.flush()
+    numbers = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before: Mapping[int, Any] = {number: signal.signal(number, handle) for number in numbers}
+    deferral, error = _Deferral(), None
+    try:
+        yield deferral
+    except Exception as raised:
+        error = raised
+        if not received:
+            raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        reason = error.in_short if isinstance(error, CanTrainError) else str(error or "")
+        raise Stopped(128 + received[0], deferral.outcome or reason) from error
+
+
+def _write_line(text: str) -> None:
+    # In a handler, print may find sys.stderr in the middle of another line.
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
+# A command of can-train in a child process
 
 
 def run_line(arguments: Sequence[str], output: TextIO | None = None) -> tuple[int, bool]:
