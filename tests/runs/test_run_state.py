@@ -44,6 +44,21 @@ def restarted(state: str, second: AttemptFacts) -> RunFacts:
     return RunFacts(run=RUN, jobs=[job("9")], attempts=[attempt(1, "9"), second], answer=answer)
 
 
+def packed(ending: str, **values: Any) -> RunFacts:
+    """A run whose job trains another one, too, and is active."""
+    answer = SchedulerAnswer(queue=[QueueRow(job=slurm_job("9"), state="COMPLETING", nodes="n1")])
+    return RunFacts(
+        run=RUN, jobs=[job("9", packed_with=2)], attempts=[attempt(1, "9", ending, **values)], answer=answer
+    )
+
+
+def cancelled_as_it_was_put_back(ending: str | None = None) -> RunFacts:
+    """An element of an array, of which the accounting knows only that it was put back."""
+    answer = SchedulerAnswer(accounts=[AccountRow(job=slurm_job("9_1"), state="REQUEUED", nodes="n1")])
+    return RunFacts(run=RUN, jobs=[job("9_1")], attempts=[attempt(1, "9_1", ending)], answer=answer,
+                    cancels=[CancelRecord(run_id="r", time=minute(20))])  # fmt: skip
+
+
 CASES: dict[str, tuple[RunFacts, str, str]] = {
     # name: (what is known, state, part of the sentence)
     "a result counts, whatever the accounting says": (
@@ -158,6 +173,19 @@ CASES: dict[str, tuple[RunFacts, str, str]] = {
     "an earlier attempt trained on for too long": (
         restarted("FAILED", attempt(2, "9", "in_use", message="process 5 did not end", restarts=1)),
         "failed", "process 5 did not end"),
+    "one of a pack, while SLURM preempts its job": (
+        packed("terminated"), "running", "an attempt ended (by SIGTERM, saved)"),
+    "one of a pack, which was cancelled": (
+        replace(packed("terminated"), cancels=[CancelRecord(run_id="r", time=minute(20))]),
+        "cancelled", "by SIGTERM, saved"),
+    "one of a pack, which failed": (packed("failed", message="no such data"), "failed", "no such data"),
+    "put back, and cancelled before it was in the queue again": (
+        cancelled_as_it_was_put_back("terminated"), "cancelled", "while its job was put back into the queue, saved"),
+    "the same, killed before it could save": (
+        cancelled_as_it_was_put_back(), "cancelled", "while its job was put back into the queue"),
+    "put back, and out of the queue, and nobody knows why": (
+        replace(cancelled_as_it_was_put_back("terminated"), cancels=[CancelRecord(run_id="r", time=minute(2))]),
+        "failed", "it left the queue, and SLURM does not say why"),
     "submitted again after it had failed": (
         RunFacts(run=RUN, jobs=[job(JOBS["fail"]), job(JOBS["held"], 30, reason="host out-of-memory: 600M not 400M")],
                  attempts=[begun("fail", "failed")], answer=recorded("held")),
@@ -243,6 +271,31 @@ def test_each_attempt_of_a_job_that_was_put_back_has_its_own_ending(example: str
     facts = of_job(example, first, second)
     assert infer_attempt_state(first, facts).state == state
     assert infer_attempt_state(second, facts).state == "finished"
+
+
+def state_of_first(*attempts: AttemptFacts, **values: Any) -> tuple[str, str]:
+    facts = RunFacts(run=RUN, jobs=[job("9")], attempts=attempts, **values)
+    state = infer_attempt_state(attempts[0], facts)
+    return state.label, state.sentence
+
+
+def test_nobody_cancelled_an_attempt_whose_job_came_back() -> None:
+    result, back = {"best_validation_loss": 0.25, "best_epoch": 3}, attempt(2, "9", "finished", restarts=1)
+    # SLURM is not asked about a finished run.
+    assert state_of_first(attempt(1, "9", "terminated"), back, result=result) == ("requeued", "by SIGTERM, saved")
+    assert state_of_first(attempt(1, "9"), back, result=result) == ("requeued", "")
+    another = attempt(2, "10", "finished")
+    assert state_of_first(attempt(1, "9", "terminated"), another, result=result) == ("cancelled", "by SIGTERM, saved")
+    waits = SchedulerAnswer(queue=[QueueRow(job=slurm_job("9"), state="PENDING")])
+    assert state_of_first(attempt(1, "9", "terminated"), answer=waits) == ("requeued", "by SIGTERM, saved")
+
+
+def test_whether_an_attempt_was_cancelled_is_not_certain_while_its_job_leaves() -> None:
+    leaves = SchedulerAnswer(queue=[QueueRow(job=slurm_job("9"), state="COMPLETING")])
+    assert state_of_first(attempt(1, "9", "terminated"), answer=leaves) == ("cancelled?", "by SIGTERM, saved")
+    cancels = [CancelRecord(run_id="r", time=minute(20))]
+    ended = state_of_first(attempt(1, "9", "terminated"), answer=leaves, cancels=cancels)
+    assert ended == ("cancelled", "by SIGTERM, saved")
 
 
 ERRORS = """

@@ -356,8 +356,11 @@ def infer_run_state(facts: RunFacts) -> RunState:
         return replace(state, sentence="but its result.json is gone")
     if state.state == REQUEUED:
         # The job was requeued, and left the queue again before this look.
-        why = state.sentence or "it left the queue, and SLURM does not say why"
-        return RunState(CANCELLED if facts.cancels else FAILED, why)
+        attempt = facts.attempts[-1] if facts.attempts else None
+        if attempt is not None and _was_cancelled(attempt, facts):
+            saved = ", saved" if attempt.end is not None and attempt.end.ending == "terminated" else ""
+            return RunState(CANCELLED, f"while its job was put back into the queue{saved}")
+        return RunState(FAILED, state.sentence or "it left the queue, and SLURM does not say why")
     return state
 
 
@@ -379,7 +382,33 @@ def infer_attempt_state(attempt: AttemptFacts, facts: RunFacts) -> RunState:
         account = _final_row(job, facts) if is_last and job is not None else None
     # The log in the facts belongs to the last job.
     log = facts.log_tail if is_last and job is not None else ""
-    return classify_exit(attempt, account, log, facts)
+    state = classify_exit(attempt, account, log, facts)
+    if account is not None or log_causes(log) or not _may_be_put_back(attempt):
+        return state
+    if _came_back(attempt, facts):
+        # SLURM is not asked about the jobs of a finished run, and its accounting lags by seconds.
+        return RunState(REQUEUED, _BY_ENDING["terminated"][1] if attempt.end else "")
+    row = live_row(facts)
+    is_leaving = is_last and row is not None and row.job == job
+    return replace(state, certain=not is_leaving or _was_cancelled(attempt, facts))
+
+
+def _may_be_put_back(attempt: AttemptFacts) -> bool:
+    """Returns whether the record of an attempt allows that SLURM ended it, to put its job back into the queue."""
+    return attempt.start.slurm_job is not None and (attempt.end is None or attempt.end.ending == "terminated")
+
+
+def _came_back(attempt: AttemptFacts, facts: RunFacts) -> bool:
+    """Returns whether the job of an attempt waits again, or began a later attempt."""
+    job, row = attempt.start.slurm_job, live_row(facts)
+    if row is not None and row.job == job and row.state in scheduler.WAITING:
+        return True
+    return any(each.start.slurm_job == job and each.start.restarts > attempt.start.restarts for each in facts.attempts)
+
+
+def _was_cancelled(attempt: AttemptFacts, facts: RunFacts) -> bool:
+    """Returns whether a person cancelled the run by can-train after an attempt began."""
+    return any(cancel.time >= attempt.start.start_time for cancel in facts.cancels)
 
 
 def slurm_jobs(facts: RunFacts) -> list[JobId]:
@@ -409,13 +438,16 @@ def _state_in_queue(row: scheduler.QueueRow, facts: RunFacts) -> RunState:
         history = f"before that: {_in_words(infer_attempt_state(attempts[-1], facts))}" if attempts else ""
         return RunState(QUEUED, "; ".join(filter(None, [why, history, again])))
     where = f"on {row.nodes}" if row.nodes else "in its job"
-    end = attempts[-1].end if attempts else None
-    if end is not None and facts.jobs and facts.jobs[-1].packed_with > 1 and end.ending not in RESTARTED:
-        # Its job trains other runs.
-        return _recorded(end)
-    if attempts and attempts[-1].end is not None:
+    last = attempts[-1] if attempts else None
+    if last is not None and last.end is not None:
+        # After SIGTERM, the job may be on its way back into the queue: SLURM preempts it.
+        is_asked_to_leave = _may_be_put_back(last) and not _was_cancelled(last, facts)
+        is_shared = bool(facts.jobs) and facts.jobs[-1].packed_with > 1
+        if is_shared and last.end.ending not in RESTARTED and not is_asked_to_leave:
+            # Its job trains other runs.
+            return _recorded(last.end)
         # The job is about to leave the queue or to be requeued, or its next attempt is about to begin.
-        ended = _in_words(_recorded(attempts[-1].end))
+        ended = _BY_ENDING["terminated"][1] if is_asked_to_leave else _in_words(_recorded(last.end))
         return RunState(RUNNING, f"{where}; an attempt ended ({ended}), its job has not")
     where, waits = (where, attempts[-1].waits_for) if attempts else (f"starting {where}", "")
     return RunState(RUNNING, "; ".join(filter(None, [where, waits, again])))
