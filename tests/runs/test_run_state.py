@@ -186,6 +186,10 @@ CASES: dict[str, tuple[RunFacts, str, str]] = {
     "put back, and out of the queue, and nobody knows why": (
         replace(cancelled_as_it_was_put_back("terminated"), cancels=[CancelRecord(run_id="r", time=minute(2))]),
         "failed", "it left the queue, and SLURM does not say why"),
+    "suspended": (restarted("SUSPENDED", attempt(2, "9", restarts=1)), "suspended", "on n1"),
+    "suspended by a signal": (restarted("STOPPED", attempt(2, "9", restarts=1)), "suspended", "on n1"),
+    "suspended before it began": (
+        RunFacts(run=RUN, jobs=[job("9")], answer=restarted("SUSPENDED", attempt(1)).answer), "suspended", "on n1"),
     "submitted again after it had failed": (
         RunFacts(run=RUN, jobs=[job(JOBS["fail"]), job(JOBS["held"], 30, reason="host out-of-memory: 600M not 400M")],
                  attempts=[begun("fail", "failed")], answer=recorded("held")),
@@ -296,6 +300,11 @@ def test_whether_an_attempt_was_cancelled_is_not_certain_while_its_job_leaves() 
     cancels = [CancelRecord(run_id="r", time=minute(20))]
     ended = state_of_first(attempt(1, "9", "terminated"), answer=leaves, cancels=cancels)
     assert ended == ("cancelled", "by SIGTERM, saved")
+
+
+def test_an_attempt_of_a_suspended_job_is_suspended() -> None:
+    answer = SchedulerAnswer(queue=[QueueRow(job=slurm_job("9"), state="SUSPENDED", nodes="n1")])
+    assert state_of_first(attempt(1, "9"), answer=answer) == ("suspended", "")
 
 
 ERRORS = """

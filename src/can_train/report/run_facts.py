@@ -15,7 +15,7 @@ from can_train.report.scores import by_test_set, higher_is_better, is_ranked, ma
 from can_train.report.text import duration, local_time, number_or_none, seconds_between, value_text
 from can_train.reporter import TextTable
 from can_train.runs.run_folder import RunFolder, name_to_type, short_name
-from can_train.runs.run_state import FINISHED, QUEUED, RUNNING, infer_attempt_state, live_row
+from can_train.runs.run_state import FINISHED, QUEUED, RUNNING, SUSPENDED, infer_attempt_state, live_row
 from can_train.runs.status import RunStatus
 from can_train.runs.trials import TrialRun
 
@@ -42,13 +42,14 @@ def device_of(status: RunStatus) -> str:
 def seconds_of(status: RunStatus) -> float | None:
     """Returns how long a run has waited in the queue, or has trained in all of its attempts; None: unknown."""
     attempts, jobs, state = status.facts.attempts, status.facts.jobs, status.state.state
-    if jobs and (state == QUEUED or (state == RUNNING and not attempts)):
+    has_nodes = state in (RUNNING, SUSPENDED)
+    if jobs and (state == QUEUED or (has_nodes and not attempts)):
         return seconds_between(jobs[-1].time)
     if not attempts:
         return None
     # The hours between a stop and a resume are no work.
     took = [seconds_between(attempt.start.start_time, attempt.end.time) for attempt in attempts if attempt.end]
-    if state == RUNNING and attempts[-1].end is None:
+    if has_nodes and attempts[-1].end is None:
         took.append(seconds_between(attempts[-1].start.start_time))
     return sum(took) if took else None
 

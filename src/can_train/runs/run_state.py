@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 QUEUED: Final = "queued"
 RUNNING: Final = "running"
+SUSPENDED: Final = "suspended"
 FINISHED: Final = "finished"
 FAILED: Final = "failed"
 GPU_OOM: Final = "CUDA out-of-memory"
@@ -30,7 +31,7 @@ PREEMPTED: Final = "preempted"
 NODE_FAILURE: Final = "node failure"
 CANCELLED: Final = "cancelled"
 NEVER_STARTED: Final = "never started"
-LIVE: Final = (QUEUED, RUNNING)
+LIVE: Final = (QUEUED, RUNNING, SUSPENDED)
 CAUSES: Final = (
     FINISHED, FAILED, GPU_OOM, HOST_OOM, TIME_LIMIT, PREEMPTED, NODE_FAILURE, CANCELLED, NEVER_STARTED,
 )  # fmt: skip
@@ -78,7 +79,7 @@ class RunState:
 
     @property
     def live(self) -> bool:
-        """Whether the run is queued or running."""
+        """Whether the run is queued or running, or would run if SLURM had not suspended its job."""
         return self.state in LIVE
 
     @property
@@ -299,7 +300,7 @@ def _exit_words(row: AccountRow) -> str:
 #
 #   result.json is there                                     finished
 #   a job of it waits in the queue                           queued; never started if its dependency cannot be met
-#   a job of it has nodes                                    running
+#   a job of it has nodes                                    running, or suspended
 #   its latest job or attempt belongs to SLURM:
 #       SLURM does not answer, no conclusive end recorded    running, queued or cancelled, not certain
 #       no attempt began                                     never started, cancelled, or how the job ended
@@ -371,7 +372,7 @@ def infer_attempt_state(attempt: AttemptFacts, facts: RunFacts) -> RunState:
     if is_last and attempt.end is None:
         row = live_row(facts)
         if row is not None and row.job == job and row.state in scheduler.ACTIVE:
-            return RunState(RUNNING)
+            return RunState(SUSPENDED if row.state in scheduler.SUSPENDED else RUNNING)
         if job is None and attempt.alive is not False:
             return _process_state(attempt, facts)
         if job is not None and job.cluster in facts.answer.silent:
@@ -449,6 +450,8 @@ def _state_in_queue(row: scheduler.QueueRow, facts: RunFacts) -> RunState:
         # The job is about to leave the queue or to be requeued, or its next attempt is about to begin.
         ended = _BY_ENDING["terminated"][1] if is_asked_to_leave else _in_words(_recorded(last.end))
         return RunState(RUNNING, f"{where}; an attempt ended ({ended}), its job has not")
+    if row.state in scheduler.SUSPENDED:
+        return RunState(SUSPENDED, f"{where}; it trains on when SLURM resumes its job")
     where, waits = (where, attempts[-1].waits_for) if attempts else (f"starting {where}", "")
     return RunState(RUNNING, "; ".join(filter(None, [where, waits, again])))
 

@@ -17,6 +17,8 @@ ACTIVE: Final = frozenset((
     "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING",
 ))  # fmt: skip
 """States of a job with nodes in squeue."""
+SUSPENDED: Final = frozenset(("SUSPENDED", "STOPPED"))
+"""States of a job with nodes whose processes stand still."""
 UNFINISHED: Final = ACTIVE | {"PENDING"}
 """States of an attempt in sacct that has not ended; REQUEUED is the state of an ended attempt there."""
 
