@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,12 @@ SILENT = """#!/bin/sh
 {program} "$@" > /dev/null
 """
 BREAKS_SQUEUE = SILENT + "touch squeue-is-broken\n"
+SLOW = """#!/bin/sh
+case "$*" in *--help*) exec {program} "$@";; esac
+touch asked; sleep 1
+{program} "$@"
+status=$?; sleep 1; exit $status
+"""
 BREAKABLE = """#!/bin/sh
 [ ! -e squeue-is-broken ] || exit 1
 {program} "$@"
@@ -93,6 +101,22 @@ def test_a_job_of_which_nobody_heard_is_taken_back_before_there_is_another(slurm
     slurm.can_train("resume", run)
     assert queued(slurm) == [jobs(slurm)[-1].job_id]
     assert unseen not in [job.job_id for job in jobs(slurm)]
+
+
+def test_a_submission_that_ctrl_c_interrupts_leaves_no_job_that_no_run_knows(slurm: Slurm) -> None:
+    command = [sys.executable, "-P", "-m", "can_train", *TRAIN]
+    with instead(slurm, sbatch=SLOW):
+        process = subprocess.Popen(command, cwd=slurm.folder, env=slurm.variables, stderr=subprocess.PIPE, text=True,
+                                   start_new_session=True)  # fmt: skip
+        slurm.wait_for((slurm.folder / "asked").exists)
+        # To the whole group, as a terminal sends it.
+        os.killpg(process.pid, signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    (job,) = jobs(slurm)
+    assert (process.returncode, queued(slurm)) == (130, [job.job_id])
+    assert f"job {job.job_id} was submitted first. To take back: can-train cancel {job.run_id}" in " ".join(
+        told.split()
+    )
 
 
 def test_where_the_controller_hangs_files_answer_and_nothing_is_changed(slurm: Slurm) -> None:
