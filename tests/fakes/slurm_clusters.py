@@ -22,7 +22,7 @@ case "$program $*" in
     scontrol*show*job*)
         cat "$number.job" 2> /dev/null || { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; };;
     scontrol*show*partition*) cat partitions 2> /dev/null || cat "@records@/partitions.txt";;
-    scontrol*show*node*) cat "@records@/nodes.txt";;
+    scontrol*show*node*) cat nodes 2> /dev/null || cat "@records@/nodes.txt";;
     scontrol*show*) cat "@records@/$2s.txt";;
     squeue*--me*) case $* in *--clusters=*) echo "CLUSTER: $cluster";; esac; cat mine 2> /dev/null;;
     squeue*) case $* in *--clusters=*) echo "CLUSTER: $cluster";; esac; cat queue;;
@@ -105,8 +105,8 @@ class Clusters:
         self.write(cluster, f"{number}.job", f"JobId={number} JobName={name} Command=x StdOut={log} Power=\n")
 
     def write(self, cluster: str, name: str, text: str) -> None:
-        """Changes a file of a cluster: queue, mine (a person's jobs), accounts, partitions, sbatch (its answer),
-        NUMBER.line (that submitted the job).
+        """Changes a file of a cluster: queue, mine (a person's jobs), accounts, partitions, nodes, sbatch (its
+        answer), NUMBER.line (that submitted the job).
         """
         (self._folder / cluster / name).write_text(text)
 

@@ -300,6 +300,67 @@ def test_each_of_several_clusters_must_exist_and_have_the_partition(
     assert runs.registry.runs() == []
 
 
+def give(clusters: Clusters, name: str, gpus: str) -> None:
+    """Gives a cluster one partition and one node."""
+    clusters.write(name, "partitions", "PartitionName=main Default=YES State=UP MaxTime=UNLIMITED\n")
+    node = "NodeName=n1 CPUTot=8 RealMemory=32000 State=IDLE Partitions=main"
+    clusters.write(name, "nodes", f"{node} Gres={gpus}\n")
+
+
+@pytest.mark.parametrize("gpus", ["h100:1", "a100:1"])
+def test_of_several_clusters_one_must_have_the_kind_of_gpu(
+    runs: Runs, machine: Machine, capsys: pytest.CaptureFixture[str], gpus: str
+) -> None:
+    clusters = machine("beta", "alpha")
+    give(clusters, "beta", "gpu:a100:2")
+    give(clusters, "alpha", "gpu:h100:2")
+    line = ("--model", "gat", "--dataset", "synthetic", "--submit", "--clusters", "beta,alpha", *runs.flags)
+    assert main([*line, "--gpus", gpus]) == 0, capsys.readouterr().err
+    (run,) = runs.registry.runs()
+    assert runs.registry.jobs(run.run_id)[0].resources["gpus-per-node"] == gpus
+    assert main([*line, "--gpus", "v100:1"]) == 2
+    assert " ".join(capsys.readouterr().err.split()) == (
+        "error: None of these clusters could ever start the job: beta: Partition main has no GPU of this kind "
+        "('v100'); alpha: Partition main has no GPU of this kind ('v100'). beta: It has: a100; alpha: It has: h100."
+    )
+    assert main([*line, "--gpus", "a100:3"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert (
+        "beta: Partition main would never start this job. A node has at most 2 GPUs (asked for a100:3); alpha" in told
+    )
+
+
+STARTS = """#!/bin/sh
+# Of several clusters, the answer is one cluster's.
+case "$*" in *--help*) exit 1;; *--test-only*) ;; *) exec cat "@folder@/sent";; esac
+case $(grep -- --clusters "$2") in
+    *=alpha) echo "sbatch: Job 3 to start at 2030-01-01T10:00:00 using 1 processors on nodes n1 in partition main" >&2;;
+    *=beta) echo "sbatch: Job 3 to start at 2030-01-01T12:00:00 using 1 processors on nodes n1 in partition main" >&2;;
+    *) exit 1;;
+esac
+"""
+
+
+def test_the_places_of_several_clusters_are_compared(
+    runs: Runs, machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clusters = machine("beta", "alpha")
+    give(clusters, "beta", "gpu:a100:2")
+    give(clusters, "alpha", "gpu:t4:2")
+    (tmp_path / "sent").write_text("Submitted batch job 12 on cluster alpha\n")
+    (clusters.bin / "sbatch").write_text(STARTS.replace("@folder@", str(tmp_path)))
+    model = ("--model", "gat", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5")
+    line = (*model, "--submit", "--clusters", "all", "--partition", "auto", "--yes", *runs.flags)
+    assert main(line) == 0, capsys.readouterr().err
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.index("main of alpha 1 × t4") < told.index("main of beta 1 × a100")
+    assert "The run is expected to start first on main of alpha with t4" in told
+    (run,) = runs.registry.runs()
+    (job,) = runs.registry.jobs(run.run_id)
+    asked = {name: job.resources[name] for name in ("clusters", "partition", "gpus-per-node")}
+    assert (job.cluster, asked) == ("alpha", {"clusters": "alpha", "partition": "main", "gpus-per-node": "t4:1"})
+
+
 def test_a_job_whose_answer_was_lost_is_looked_for_on_each_of_several_clusters(
     machine: Machine, tmp_path: Path
 ) -> None:

@@ -40,7 +40,6 @@ from can_train.slurm.client import (
     expected_start,
     may_requeue,
     read_clusters,
-    read_partitions,
     read_partitions_and_limits,
 )
 from can_train.slurm.container import needed_paths
@@ -65,6 +64,7 @@ from can_train.slurm.submission_plan import (
     JobDevice,
     PlannedRun,
     SubmissionPlan,
+    check_requests,
     expectation,
     job_device,
     plan_submission,
@@ -203,19 +203,54 @@ def _planned_jobs(
 
 
 def read_cluster(runs: Sequence[ResolvedRun]) -> list[Partition]:
-    """Reads the partitions of the cluster that runs are sent to; none where they go elsewhere."""
-    on_slurm = next((run.cluster for run in runs if run.cluster.executor == "slurm"), None)
-    if on_slurm is None:
+    """Reads the partitions of the cluster that runs are sent to; none where they go elsewhere. Of several clusters,
+    SLURM takes the one where the job starts first: the first one that could take it stands for them.
+
+    Raises:
+        ConfigError: A cluster has no partition of the name, or none of several could ever take the runs.
+        NoControllerError: SLURM does not answer.
+    """
+    on_slurm = [run for run in runs if run.cluster.executor == "slurm"]
+    if not on_slurm:
         return []
-    asked = with_sbatch_variables(on_slurm, os.environ)[0]
-    first, *others = read_clusters(asked.clusters) or [""]
-    # Of several clusters, SLURM takes the one where the job starts first: each must know the request.
-    for other in others if not asked.wants_place else ():
-        known = {partition.name for partition in read_partitions(other)}
+    asked = with_sbatch_variables(on_slurm[0].cluster, os.environ)[0]
+    if asked.wants_place:
+        return read_partitions_and_limits((read_clusters(asked.clusters) or [""])[0])
+    by_cluster = _read_clusters(asked.clusters)
+    if len(by_cluster) == 1:
+        return next(iter(by_cluster.values()))
+    for cluster, partitions in by_cluster.items():
+        known = {partition.name for partition in partitions}
         for name in asked.partition.split(",") if asked.partition else ():
             if name not in known:
-                raise unknown_name(f"partition of the cluster {other}", name, known)
-    return read_partitions_and_limits(first)
+                raise unknown_name(f"partition of the cluster {cluster}", name, known)
+    return _first_that_takes(on_slurm, by_cluster)
+
+
+def _read_clusters(names: str) -> dict[str, list[Partition]]:
+    """Reads the partitions of the clusters of `--clusters`, by the clusters' names; "" is this machine's cluster."""
+    return {name: read_partitions_and_limits(name) for name in read_clusters(names) or [""]}
+
+
+def _first_that_takes(runs: Sequence[ResolvedRun], by_cluster: Mapping[str, list[Partition]]) -> list[Partition]:
+    """Returns the partitions of the first cluster that could take runs.
+
+    Raises:
+        ConfigError: No cluster could.
+    """
+    refusals: dict[str, ConfigError] = {}
+    for name, partitions in by_cluster.items():
+        try:
+            check_requests(runs, partitions)
+        except ConfigError as error:
+            refusals[name] = error
+        else:
+            return partitions
+    reasons = [f"{name}: {error.rule} ({error.value})" for name, error in refusals.items()]
+    remedies = {name: error.remedy for name, error in refusals.items()}
+    remedy = "; ".join(f"{name}: {text}" for name, text in remedies.items())
+    raise ConfigError("None of these clusters could ever start the job", value="; ".join(reasons),
+                      remedy=next(iter(remedies.values())) if len({*remedies.values()}) == 1 else remedy)  # fmt: skip
 
 
 def print_notices(notices: Sequence[str]) -> None:
@@ -393,16 +428,23 @@ def place_runs(runs: Sequence[ResolvedRun], reporter: Reporter) -> Placement:
     if first.cluster.executor != "slurm":
         raise ConfigError("cluster.partition=auto chooses among the partitions of SLURM",
                           value=f"--cluster {first.cluster.executor}", remedy="Leave out --partition")  # fmt: skip
-    partitions = read_cluster(runs)
-    found = list_places(first.cluster, partitions, wants_gpu=wants_gpu(first.device))
+    asked = with_sbatch_variables(first.cluster, os.environ)[0]
+    by_cluster = _read_clusters(asked.clusters)
+    partitions = [partition for of_cluster in by_cluster.values() for partition in of_cluster]
     if not any(partition.nodes for partition in partitions):
         reporter.notice(_NOTHING_TO_CHOOSE)
         return Placement(runs=[_at(run, replace(run.cluster, partition="")) for run in runs])
     _check_kind(first.cluster.gpu_type, partitions)
-    places = best_first(_planned(runs, _tested(first, found, partitions), reporter))
+    tested: list[Place] = []
+    for name, of_cluster in by_cluster.items():
+        # sbatch tells only of a single cluster when a job would start there.
+        request = replace(first.cluster, clusters=name) if name else first.cluster
+        found = list_places(request, of_cluster, wants_gpu=wants_gpu(first.device))
+        tested += _tested(first, found, of_cluster)
+    places = best_first(_planned(runs, tested, reporter))
     reason(places)  # raises where no place is usable
     best = places[0]
-    chosen = {name: getattr(best.cluster, name) for name in ("partition", "gpus")}
+    chosen = {name: getattr(best.cluster, name) for name in ("partition", "gpus", "clusters")}
     return Placement(runs=[_at(run, replace(run.cluster, **chosen)) for run in runs], places=places,
                      on_host=[best.on_host_bytes] * len(runs))  # fmt: skip
 

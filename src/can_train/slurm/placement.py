@@ -70,10 +70,15 @@ class Place:
 
     @property
     def name(self) -> str:
-        """The partition and its GPUs: `gpu with 2 × a100`."""
+        """The partition and its GPUs: `gpu with 2 × a100`, `gpu of beta with a100`."""
         number = self.cluster.gpus_per_node
         gpus = f"{number} × {self.gpu or 'GPU'}" if number > 1 else self.gpu or "a GPU"
-        return f"{self.cluster.partition} with {gpus}" if number else self.cluster.partition
+        return f"{self.partition} with {gpus}" if number else self.partition
+
+    @property
+    def partition(self) -> str:
+        """The partition, and its cluster if the request names one: `gpu of beta`."""
+        return " of ".join(filter(None, (self.cluster.partition, self.cluster.clusters)))
 
     @property
     def is_usable(self) -> bool:
@@ -101,7 +106,7 @@ def list_places(cluster: ClusterSettings, partitions: Sequence[Partition], *, wa
 
     Args:
         cluster: Request of the job, whose number and kind of GPUs, and nodes, are kept.
-        partitions: The cluster's partitions.
+        partitions: The partitions of one cluster.
         wants_gpu: Whether the run trains on a GPU. Partitions without GPUs are then left out, if any has GPUs.
     """
     partitions = [partition for partition in partitions if partition.is_up]
@@ -302,7 +307,7 @@ def table_rows(places: Sequence[Place], now: datetime) -> list[tuple[str, ...]]:
         else:
             plan = place.plan or ("no plan", "–", "–")
         epoch = "–" if place.epoch is None else _span(place.epoch.seconds)
-        rows.append((place.cluster.partition, gpu, *plan, epoch, _moment(place.start, now), _moment(place.end, now)))
+        rows.append((place.partition, gpu, *plan, epoch, _moment(place.start, now), _moment(place.end, now)))
     return rows
 
 
@@ -332,7 +337,8 @@ def to_plain(places: Sequence[Place]) -> Iterator[dict[str, Any]]:
     """Yields places as strict JSON; times are ISO 8601 in the time zone of the machine."""
     for place in places:
         yield {
-            "partition": place.cluster.partition, "gpu": place.gpu or None, "gpus": place.cluster.gpus_per_node,
+            "partition": place.cluster.partition, "cluster": place.cluster.clusters or None,
+            "gpu": place.gpu or None, "gpus": place.cluster.gpus_per_node,
             "cards": list(place.cards), "fits": None if place.plan is None and not place.does_not_fit
                                                 else not place.does_not_fit,
             "refusal": place.refusal or place.does_not_fit or None,

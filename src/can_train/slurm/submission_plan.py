@@ -400,6 +400,20 @@ def complete(
     return replace(run, cluster=cluster), [notice for notice in notices if notice]
 
 
+def check_requests(runs: Sequence[ResolvedRun], partitions: Sequence[Partition]) -> None:
+    """Checks that a cluster could start the jobs of runs.
+
+    Raises:
+        ConfigError: It has no partition of the name, or none of its partitions could start the job of a run.
+    """
+    checked: list[ClusterSettings] = []
+    for run in runs:
+        if run.cluster not in checked:
+            asked = with_sbatch_variables(run.cluster, os.environ)[0]
+            _request(run, asked, find_partitions(asked.partition, partitions), offloads=False)
+            checked.append(run.cluster)
+
+
 def host_memory_notice(on_host_bytes: int, cluster: ClusterSettings) -> str:
     """Compares the memory of a job with the bytes of each of its ranks that wait in the memory of the host.
 
