@@ -280,6 +280,9 @@ def test_the_newest_finished_run_of_the_same_memory_says_what_to_expect(tmp_path
         if said is not None:
             Path(runs[-1].path, "result.json").write_text(json.dumps(said))
     assert expectation(mine, runs) == "a had batch 512, micro-batches of up to 64, peak 1.50 GiB on t4"
+    # However many have failed since.
+    failed = [entered(tmp_path, f"failed-{number}", key=mine.key) for number in range(30)]
+    assert expectation(mine, [*runs, *failed]).startswith("a had batch 512")
     assert expectation(mine, runs[2:]) == UNKNOWN
     assert expectation(run(tmp_path, model="vgae"), runs) == UNKNOWN
 

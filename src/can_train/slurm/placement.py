@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from can_train.runs.registry import RunRecord
     from can_train.slurm.client import Node, Partition
 
-_MAX_RUNS_READ: Final = 20  # earlier runs whose figures are read: their folders may lie on a slow file system
+_MAX_RUNS_READ: Final = 20  # finished runs whose figures are read: their folders may lie on a slow file system
 _MOST_REASONS: Final = 3  # that an error lists
 _NOW_S: Final = 120.0  # a start within so many seconds is shown as "now": SLURM schedules once or twice a minute
 
@@ -169,6 +170,13 @@ class Speed:
     samples_per_second: float  # of one rank
 
 
+def finished_folders(key: str, runs: Sequence[RunRecord]) -> Iterator[RunFolder]:
+    """Yields the folders of the newest finished runs with a key, the newest first; `runs` has the oldest run first."""
+    folders = (RunFolder(Path(run.path)) for run in reversed(runs) if run.key == key)
+    # A look for the result is cheap; runs without one must not hide those with one.
+    return islice((folder for folder in folders if folder.result_path.is_file()), _MAX_RUNS_READ)
+
+
 def read_speeds(key: str, config: Mapping[str, Any], runs: Sequence[RunRecord]) -> list[Speed]:
     """Reads the speeds of the last epochs of finished runs with a key and the same settings of memory.
 
@@ -176,15 +184,14 @@ def read_speeds(key: str, config: Mapping[str, Any], runs: Sequence[RunRecord]) 
         The speed of the newest run on each device.
     """
     speeds: dict[str, Speed] = {}
-    for record in [run for run in reversed(runs) if run.key == key][:_MAX_RUNS_READ]:
-        folder = RunFolder(Path(record.path))
+    for folder in finished_folders(key, runs):
         # A run may have been removed, or written by another version.
         with suppress(RunError, KeyError, TypeError, ValueError, IndexError):
             result, earlier = folder.result(), folder.config()
             if result is None or not alike_in_memory(earlier, config):
                 continue
             rates = [rate for row in folder.metrics() if (rate := row.get("samples_per_second"))]
-            speed = Speed(run_id=record.run_id, device=result["device"], samples_per_second=rates[-1] / _ranks(earlier))
+            speed = Speed(run_id=folder.run_id, device=result["device"], samples_per_second=rates[-1] / _ranks(earlier))
             speeds.setdefault(speed.device, speed)
     return list(speeds.values())
 

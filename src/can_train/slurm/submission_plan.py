@@ -24,7 +24,7 @@ from can_train.memory.catalogue import cards_named
 from can_train.memory.host import HOST_SHARE
 from can_train.runs.past_runs import data_files, find_duplicate_run, identity
 from can_train.runs.registry import Registry, RunRecord
-from can_train.runs.run_folder import RunFolder, SweepRun
+from can_train.runs.run_folder import SweepRun
 from can_train.runs.run_state import FINISHED, live_row, silence_in_words, slurm_jobs
 from can_train.runs.status import RunStatus, find_run, known_runs, run_statuses
 from can_train.runs.sweep_runs import describe_sweep
@@ -33,7 +33,7 @@ from can_train.slurm import client
 from can_train.slurm.client import Partition, node_names
 from can_train.slurm.container import APPTAINER, PYXIS, check_image
 from can_train.slurm.limits import check_array, check_number_of_jobs, job_limits, outranks_partition, with_allowed
-from can_train.slurm.placement import alike_in_memory
+from can_train.slurm.placement import alike_in_memory, finished_folders
 from can_train.slurm.script import (
     check_folder,
     resources,
@@ -51,8 +51,6 @@ LEAST_FREE_BYTES: Final = 2**30  # free disk space that a run needs for checkpoi
 
 _PROCESS_GIB: Final = 2  # Memory of a rank beside the tensors of its GPU that wait there: Python, PyTorch, CUDA, data
 UNKNOWN: Final = "No such run has finished yet: the job plans it on its device"
-_MAX_RUNS_READ: Final = 5
-"""Number of earlier runs of a key whose files are read: folders may lie on a slow network file system."""
 
 
 _SRUN_BY_CAN_TRAIN: Final = ("output", "error", "input", "ntasks", "ntasks-per-node", "nodes", "multi-prog", "export")
@@ -262,9 +260,7 @@ def expectation(run: ResolvedRun, runs: Sequence[RunRecord]) -> str:
 
     `runs` has the oldest run first.
     """
-    same_key = [earlier for earlier in reversed(runs) if earlier.key == run.key]
-    for earlier in same_key[:_MAX_RUNS_READ]:
-        folder = RunFolder(Path(earlier.path))
+    for folder in finished_folders(run.key, runs):
         try:
             config, result = folder.config(), folder.result()
             if result is not None and alike_in_memory(config, run.config):
@@ -273,7 +269,7 @@ def expectation(run: ResolvedRun, runs: Sequence[RunRecord]) -> str:
                 parts = [f"batch {batch:,}"]
                 parts += [f"micro-batches of up to {micro:,}"] if micro and micro < batch else []
                 parts += [f"peak {size_text(peak)} on {result['device']}"] if peak else []
-                return f"{earlier.run_id} had {', '.join(parts)}"
+                return f"{folder.run_id} had {', '.join(parts)}"
         except (RunError, KeyError, TypeError):
             continue  # The run was removed, or written by another version.
     return UNKNOWN
