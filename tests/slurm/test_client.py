@@ -294,3 +294,16 @@ def test_a_command_that_hangs_ends_with_all_that_it_has_started() -> None:
 
 def test_a_command_that_ends_in_time_keeps_its_status() -> None:
     assert subprocess.run(limited(["sh", "-c", "exit 3"]), check=False).returncode == 3
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_a_controller_that_is_down_may_be_back_in_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_installed: bool
+) -> None:
+    for program in ("scontrol", "sbatch") if is_installed else ():
+        (tmp_path / program).write_text("#!/bin/sh\necho 'slurm_load_partitions: Connection refused' >&2; exit 1\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NoControllerError) as refused:
+        query_cluster("scontrol", "show", "partition")
+    assert refused.value.remedy.startswith("Try again in a minute; or submit from" if is_installed else "Submit from")
