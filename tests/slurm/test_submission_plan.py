@@ -254,6 +254,27 @@ def test_a_process_of_this_machine_is_not_waited_for(tmp_path: Path) -> None:
         plan_submission([run(tmp_path)], "code", [MAIN], after=["a"])
 
 
+@pytest.mark.parametrize(("setting", "what"), [("qos", "QOS"), ("account", "account"), ("partition", "partition")])
+def test_a_wrong_name_that_nobody_typed_has_its_source(
+    tmp_path: Path, setting: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    place, file = replace(MAIN, accounting=ACCOUNTING), tmp_path / "config.yaml"
+    asked = [run(tmp_path, values={f"cluster.{setting}": "lon"})]
+
+    def remedy() -> str:
+        with pytest.raises(ConfigError, match=f"Unknown {what}: 'lon'") as refused:
+            plan_submission(asked, "code", [place])
+        return refused.value.remedy
+
+    assert "names it" not in remedy()
+    file.write_text(f"{setting}: lon\n")
+    monkeypatch.setenv("CAN_TRAIN_CONFIG", str(file))
+    assert remedy().endswith(f". Your settings file {file} names it")
+    monkeypatch.setenv(f"SBATCH_{setting.upper()}", "lon")
+    assert remedy().endswith(f". SBATCH_{setting.upper()}=lon names it")
+
+
 def test_a_run_that_waits_for_another_one_trains_its_own_weights(tmp_path: Path) -> None:
     parent = entered(tmp_path, "a")
     Path(parent.path, "result.json").write_text("{}")

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
-from can_train.config.resolved import ResolvedRun, cache_folder, state_dir
+from can_train.config.resolved import ResolvedRun, cache_folder, state_dir, user_file
 from can_train.config.settings import AUTO_PARTITION, ClusterSettings
 from can_train.errors import ConfigError, RunError, nearest_first, unknown_name
 from can_train.factors.store import last_run_offloaded
@@ -74,9 +74,18 @@ def find_partitions(name: str, partitions: Sequence[Partition]) -> list[Partitio
             raise ConfigError("--partition auto chooses a place for new runs alone",
                               value=name, remedy="Name a partition here")  # fmt: skip
         if part not in by_name:
-            variable = f". SBATCH_PARTITION={name} names it" if os.environ.get("SBATCH_PARTITION") == name else ""
-            raise unknown_name("partition", part, by_name, more=variable)
+            raise unknown_name("partition", part, by_name, more=_source("partition", name))
     return [by_name[part] for part in name.split(",")]
+
+
+def _source(setting: str, value: str) -> str:
+    """Returns a sentence about the source of a setting of `cluster` if it is not only the command line: an error about
+    a value that nobody has typed is a riddle. Empty: the command line, or a preset.
+    """
+    variable, file = f"SBATCH_{setting.upper()}", user_file()
+    if os.environ.get(variable) == value:
+        return f". {variable}={value} names it"
+    return f". Your settings file {file.path} names it" if file.values.get(setting) == value else ""
 
 
 def check_job(cluster: ClusterSettings, partitions: Sequence[Partition]) -> None:
@@ -509,16 +518,18 @@ def _check_names(cluster: ClusterSettings, places: Sequence[Partition], partitio
     reservations = client.read_reservations(cluster.clusters) if cluster.reservation else None
     for name in cluster.reservation.split(",") if reservations is not None else ():
         if not reservations:
-            raise ConfigError("The cluster has no reservation", value=repr(name), remedy="Leave out --reservation")
+            source = _source("reservation", cluster.reservation)
+            raise ConfigError("The cluster has no reservation", value=repr(name),
+                              remedy=f"Leave out --reservation{source}")  # fmt: skip
         if name not in reservations:
-            raise unknown_name("reservation", name, reservations)
+            raise unknown_name("reservation", name, reservations, more=_source("reservation", cluster.reservation))
     accounting = partitions[0].accounting
     qualities = {row["Name"] for row in accounting.qualities}
     if cluster.qos and qualities and cluster.qos not in qualities:
-        raise unknown_name("QOS", cluster.qos, qualities)
+        raise unknown_name("QOS", cluster.qos, qualities, more=_source("qos", cluster.qos))
     accounts = {row["Account"] for row in accounting.associations if row["User"]}
     if cluster.account and accounts and cluster.account not in accounts:
-        raise unknown_name("account", cluster.account, accounts)
+        raise unknown_name("account", cluster.account, accounts, more=_source("account", cluster.account))
 
 
 def _kinds_notice(cluster: ClusterSettings, places: Sequence[Partition]) -> str:
