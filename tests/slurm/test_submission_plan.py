@@ -22,7 +22,7 @@ from can_train.runs.registry import JobRecord, Registry, RunRecord
 from can_train.runs.run_folder import RunFolder
 from can_train.slurm.client import Accounting, Node, Partition
 from can_train.slurm.script import with_cluster_defaults
-from can_train.slurm.submission_plan import UNKNOWN, JobDevice, expectation, job_device, plan_submission
+from can_train.slurm.submission_plan import UNKNOWN, JobDevice, check_options, expectation, job_device, plan_submission
 from fakes.made_runs import begin
 from fakes.run_facts import CLUSTER
 from fakes.samples import observation
@@ -273,6 +273,12 @@ def test_a_wrong_name_that_nobody_typed_has_its_source(
     assert remedy().endswith(f". Your settings file {file} names it")
     monkeypatch.setenv(f"SBATCH_{setting.upper()}", "lon")
     assert remedy().endswith(f". SBATCH_{setting.upper()}=lon names it")
+
+
+def test_a_setup_that_no_shell_can_read_is_refused(tmp_path: Path) -> None:
+    check_options(ClusterSettings(executor="slurm", setup=["if true; then", "module load x", "fi"]))
+    with pytest.raises(ConfigError, match=r"cluster.setup is no script .* can read: line 3: syntax error: unex"):
+        check_options(ClusterSettings(executor="slurm", setup=["if true; then", "module load x"]))
 
 
 def test_a_run_that_waits_for_another_one_trains_its_own_weights(tmp_path: Path) -> None:

@@ -488,9 +488,17 @@ def _contained(cluster: ClusterSettings) -> ClusterSettings:
 
 
 def check_options(cluster: ClusterSettings) -> None:
-    """Raises ConfigError if sbatch or srun of the cluster does not know an option, or refuses its value."""
+    """Raises ConfigError if sbatch or srun of the cluster does not know an option, or refuses its value, or if no shell
+    can read `cluster.setup`.
+    """
     if cluster.executor != "slurm":
         return
+    # An `if` that is not closed would end the job's script, where the error names a line of that script.
+    syntax = client.run_command("bash", "-n", "-c", "\n".join(cluster.setup)) if cluster.setup else None
+    if syntax is not None and syntax.status not in (0, None):
+        error = re.sub(r"^bash: (?:-c: )?", "", syntax.errors.strip().partition("\n")[0])
+        raise ConfigError("cluster.setup is no script that bash can read", value=error,
+                          remedy="Its items are the lines of the script, in order")  # fmt: skip
     for argument in cluster.srun_args:
         name = argument.removeprefix("--").partition("=")[0]
         if not argument.startswith("--") or name in _SRUN_BY_CAN_TRAIN:
