@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,11 @@ def test_a_copied_run_is_listed_as_where_it_was_trained(
     here = json.loads(said(capsys, "runs", "--columns", "id,state,sweep,label,tags,note,made", "--json", *runs.flags))
     copied = said(capsys, "sync", "sweep-lr-0001", "0001", str(tmp_path / "copies"), *runs.flags)
     assert "Copied 2 runs" in copied
+    where = f"--runs-dir {tmp_path / 'copies'}"
+    words = " ".join(copied.split())
+    assert re.search(
+        rf"Look there: can-train status \S+ {where} List all there: can-train runs --limit 0 {where}$", words
+    )
     assert there(tmp_path, capsys) == here
     assert [row["state"] for row in there(tmp_path, capsys, "--sweep", "sweep-lr-0001", "--tag", "paper")] == ["failed"]
     flags = ("--runs-dir", str(tmp_path / "copies"), "--state-dir", str(tmp_path / "other"))
@@ -75,7 +81,9 @@ def test_an_archived_run_is_only_there(runs: Runs, tmp_path: Path, capsys: pytes
     for path in (*run.rglob("*"), run):
         os.utime(path, (1_700_000_000, 1_700_000_000))
     line = ("archive", "0002", str(tmp_path / "copies"), *runs.flags)
-    assert "Add --yes" in said(capsys, *line, code=2)
+    refused = said(capsys, *line, code=2)
+    assert "since archive asks first" in refused
+    assert "Add --yes" in refused
     assert "Deleted 1 run here" in said(capsys, *line, "--yes")
     assert len(there(tmp_path, capsys)) == 1
     assert len(json.loads(said(capsys, "runs", "--json", *runs.flags))) == 1

@@ -50,8 +50,8 @@ def delete(
         print_text(f"Deleted {total}.")
 
 
-def ask_to_delete(total: str, *, yes: bool, can_ask: bool) -> None:
-    """Asks whether something may be deleted.
+def ask_to_delete(total: str, *, yes: bool, can_ask: bool, command: str = "delete") -> None:
+    """Asks whether something may be deleted; `command` is the one that asks.
 
     Raises:
         ConfigError: Nobody can be asked, and `yes` is not given.
@@ -60,7 +60,7 @@ def ask_to_delete(total: str, *, yes: bool, can_ask: bool) -> None:
     if yes:
         return
     if not can_ask or not sys.stdin.isatty():
-        raise ConfigError("Nothing was deleted, since delete asks first and nobody can answer here", value=total,
+        raise ConfigError(f"Nothing was deleted, since {command} asks first and nobody can answer here", value=total,
                           remedy="Add --yes")  # fmt: skip
     if not confirm(f"Delete {total}?"):
         print_aside("Nothing was deleted.")

@@ -18,6 +18,7 @@ from can_train.errors import ConfigError, RunError, with_command_name
 from can_train.io.records import this_host, utc_now, write_document
 from can_train.io.units import counted, size_text
 from can_train.runs.registry import RunLabels
+from can_train.runs.run_folder import short_name
 from can_train.runs.status import COPY, CopyRecord, RunStatus
 
 _REMOTE: Final = re.compile(r"(?:[\w.-]+@)?[\w][\w.-]*:.+")
@@ -55,7 +56,7 @@ def archive(
     known = [status.known for status in statuses]
     check_deletable(locator, statuses)
     total = f"{counted(len(known), 'run')} here, {size_text(sum(folder_size(run.folder.path) for run in known))}"
-    ask_to_delete(total, yes=yes, can_ask=not as_json)
+    ask_to_delete(total, yes=yes, can_ask=not as_json, command="archive")
     _copy(locator, statuses, place, as_json=as_json)
     # By content: what is deleted here must be there. The time of a folder changes when the facts are added to it.
     differing = _rsync(["--checksum", "--omit-dir-times", "--dry-run", "--itemize-changes"],
@@ -97,7 +98,11 @@ def _copy(locator: RunLocator, statuses: Sequence[RunStatus], place: str, *, as_
         return
     print_text(f"Copied {counted(len(statuses), 'run')} to {place}.")
     folder = place.rpartition(":")[2] if _REMOTE.fullmatch(place) else place
-    print_wrapped(with_command_name(f"List them there: can-train runs --runs-dir {folder}"))
+    # --runs-dir adds a folder to the runs that a machine knows, and a list has only the newest of all.
+    name, where = short_name(statuses[0].known.run_id), f"--runs-dir {folder}"
+    print_wrapped(with_command_name(f"Look there: can-train status {name} {where}"))
+    if len(statuses) > 1:
+        print_wrapped(with_command_name(f"List all there: can-train runs --limit 0 {where}"))
 
 
 def _describe(status: RunStatus, labels: RunLabels) -> CopyRecord:
