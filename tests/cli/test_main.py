@@ -185,3 +185,12 @@ def test_a_command_whose_reader_has_gone_ends_as_by_the_signal_and_silently(tmp_
     ended = subprocess.run(line, stdout=writer, stderr=subprocess.PIPE, env=unbuffered, check=False)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (128 + 13, b"")
+
+
+def test_the_list_of_commands_has_a_column_for_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    _, _, listed = capsys.readouterr().out.partition("Other commands, each with its own --help:")
+    lines = [line for line in listed.splitlines() if line.startswith("    ")]
+    assert any(line.startswith("    archive RUNS PLACE copy runs") for line in lines)
+    assert {len(line) - len(line[4:].lstrip()) for line in lines} == {4}
+    assert all(line[22] == " " and line[23] != " " for line in lines), lines

@@ -130,6 +130,8 @@ def test_a_metric_whose_name_tells_no_direction_is_ranked_listed_and_compared(
     rows = said(capsys, "runs", "--columns", "label,top2", "--format", "csv", "--limit", "2", *named.flags).split()
     assert rows == ["label,top2", ",", ",0.8"]
     # The newest run has no such metric, and is all that is listed.
+    table = said(capsys, "runs", "--columns", "label,top2", "--limit", "1", *named.flags)
+    assert table.split()[:2] == ["1", "run"]
     assert said(capsys, "runs", "--columns", "label,top2", "--format", "csv", "--limit", "1", *named.flags) == (
         "label,top2\n,\n"
     )

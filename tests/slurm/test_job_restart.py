@@ -31,6 +31,7 @@ from can_train.slurm.job import (
     next_cluster,
     node_fault,
     notify,
+    without_cause,
 )
 
 LIMITS = ClusterSettings(max_restarts=3, oom_resubmits=2)
@@ -108,6 +109,28 @@ def test_host_out_of_memory_that_more_memory_cannot_mend_is_left_with_a_reason(
     left = decide_restart(replace(HOST_OOM, **changed), LIMITS)
     assert isinstance(left, NoRestart)
     assert re.search(why, left.reason)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "setting", "whole", "beside_state"),
+    [
+        (replace(HOST_OOM, resubmits=2), {},
+         "host out-of-memory, after 2 times submitted again (cluster.oom_resubmits)",
+         "after 2 times submitted again (cluster.oom_resubmits)"),
+        (HOST_OOM, {"oom_resubmits": 0}, "host out-of-memory, and cluster.oom_resubmits is 0",
+         "cluster.oom_resubmits is 0"),
+        (JobOutcome(ending="time_limit"), {"max_restarts": 0}, "the time limit, and cluster.max_restarts is 0",
+         "cluster.max_restarts is 0"),
+        (JobOutcome(ending="killed"), {"max_restarts": 0}, "a killed process, and cluster.max_restarts is 0",
+         "a killed process, and cluster.max_restarts is 0"),
+    ],
+)  # fmt: skip
+def test_a_state_does_not_name_its_cause_twice(
+    outcome: JobOutcome, setting: dict[str, int], whole: str, beside_state: str
+) -> None:
+    left = decide_restart(outcome, replace(LIMITS, **setting))
+    assert left == NoRestart(whole)
+    assert without_cause(whole, outcome.ending) == beside_state
 
 
 def test_a_gpu_that_others_filled_is_avoided() -> None:

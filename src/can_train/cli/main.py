@@ -214,7 +214,7 @@ def _parser(name: str, words: Sequence[str] = ()) -> Any:
     """Makes the parser of one command, which runs it; the words after it may name a task."""
     texts: dict[str, Any] = {}
     if name == "train":
-        listed = "\n".join(f"  {f'{command} {arguments}':<17}{shorten(text, _LINE - 19, placeholder=' …')}"
+        listed = "\n".join(f"  {f'{command} {arguments}':<19}{shorten(text, _LINE - 21, placeholder=' …')}"
                            for command, (arguments, text) in _usages().items())  # fmt: skip
         texts = {"help": _HELP.format(example=load_task_settings(default_task()).example),
                  "epilog": _EPILOG.format(listed=listed)}  # fmt: skip

@@ -162,7 +162,8 @@ def _several(locator: RunLocator, names: Sequence[str]) -> "list[RunStatus]":
     statuses = locator.statuses(names)
     if going := [status for status in statuses if can_go_on(status)]:
         return going
-    raise RunError("None of these runs can go on", value=f"{len(statuses)} runs, all queued, running or finished",
+    named = counted(len(statuses), "run")
+    raise RunError("None of these runs can go on", value=f"{named}, all queued, running or finished",
                    remedy=f"can-train status {names[0]} shows their states")  # fmt: skip
 
 

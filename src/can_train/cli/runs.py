@@ -473,7 +473,7 @@ def _print_columns(listed: RunList, names: Sequence[str], limit: int, format_: s
         print_text(text.getvalue(), end="")
     else:
         cells = [tuple(map(_cell, row)) for row in rows]
-        print_tables([TextTable(f"{len(rows)} runs", tuple(names), cells)], pipe_columns=COLUMNS)
+        print_tables([TextTable(counted(len(rows), "run"), tuple(names), cells)], pipe_columns=COLUMNS)
         if older:
             print_wrapped(f"{older} older: add --limit {older + len(rows)}")
 

@@ -4,6 +4,7 @@ job still exists, the ending is recorded, and the run is started again if it may
 
 import os
 import re
+import signal
 import subprocess
 import time
 from collections import Counter
@@ -24,7 +25,7 @@ from can_train.runs import attempts
 from can_train.runs.attempts import AttemptEnd, Attempts, SlurmContext, StopRequests
 from can_train.runs.registry import JobRecord, Registry, RetryRecord, RunRecord
 from can_train.runs.run_folder import RunFolder, place_in_sweep
-from can_train.runs.run_state import HOST_OOM, error_in_words, log_causes
+from can_train.runs.run_state import GPU_OOM, HOST_OOM, error_in_words, log_causes
 from can_train.runs.scheduler import NoControllerError, QueueRow
 from can_train.runs.status import read_tail
 from can_train.slurm import client
@@ -53,6 +54,8 @@ class Job:
             SystemExit: A signal ended it, or an error that the log shows.
         """
         folder, stops = RunFolder(Path(self.run_path)), StopRequests()
+        # submitit writes a line into the log for each SIGCONT, which SLURM sends before it ends a job.
+        signal.signal(signal.SIGCONT, signal.SIG_DFL)
         try:
             with stops.installed(), folder.attempts.recorded(stops):
                 self._train(folder, stops)
@@ -76,8 +79,9 @@ class Job:
                 decision = decide_restart(JobOutcome(ending="time_limit", restarts=restarts), cluster_settings(folder))
                 if isinstance(decision, NoRestart):
                     raise SystemExit(attempts.WARNED) from RunError(
-                        "The job's time is up", value=decision.reason, remedy=f"Go on: can-train resume {folder.run_id}"
-                    )
+                        "The job's time is up", value=without_cause(decision.reason, "time_limit"),
+                        remedy=f"Go on: can-train resume {folder.run_id}"
+                    )  # fmt: skip
             raise
 
 
@@ -252,7 +256,7 @@ def decide_restart(outcome: JobOutcome, limits: ClusterSettings) -> Requeue | No
         what = _RESTART_REASONS[outcome.ending]
         if outcome.restarts < limits.max_restarts:
             return Requeue(what)
-        return NoRestart(f"{what}, after {_times(outcome.restarts)} back into the queue (cluster.max_restarts)")
+        return _used_up(what, outcome.restarts, "back into the queue", "max_restarts")
     if outcome.ending == "host_oom":
         had, most = outcome.memory_mib, outcome.most_memory_mib
         if had is None:
@@ -268,13 +272,13 @@ def decide_restart(outcome: JobOutcome, limits: ClusterSettings) -> Requeue | No
     elif outcome.ending == "failed" and outcome.node_fault:
         where = "another node" if outcome.has_other_nodes else "again, for want of another node"
         if outcome.retries >= limits.retries:
-            return NoRestart(f"{_NODE}, after {_times(outcome.retries)} submitted again (cluster.retries)")
+            return _used_up(_NODE, outcome.retries, "submitted again", "retries")
         return Resubmit(f"{_NODE}: {outcome.node_fault}; {where}", elsewhere=outcome.has_other_nodes)
     else:
         return NoRestart()
     if outcome.resubmits >= limits.oom_resubmits:
         what = decision.reason.partition(":")[0]
-        return NoRestart(f"{what}, after {_times(outcome.resubmits)} submitted again (cluster.oom_resubmits)")
+        return _used_up(what, outcome.resubmits, "submitted again", "oom_resubmits")
     return decision
 
 
@@ -288,6 +292,26 @@ def grown_memory_mib(had_mib: int, *, most_mib: int | None = None) -> int:
     step = _FINE_STEP_MIB if wanted <= _FINE_UP_TO_MIB else _COARSE_STEP_MIB
     memory = -int(-wanted // step) * step
     return memory if most_mib is None else min(memory, most_mib)
+
+
+def _used_up(what: str, number: int, done: str, setting: str) -> NoRestart:
+    """Returns the decision after something was done as often as a setting allows."""
+    times = f"after {_times(number)} {done} (cluster.{setting})" if number else f"and cluster.{setting} is 0"
+    return NoRestart(f"{what}, {times}")
+
+
+_IN_STATE: Final = {"time_limit": "the time limit", "host_oom": HOST_OOM, "gpu_oom": GPU_OOM}
+"""Causes that the state of a run names, by ending."""
+
+
+def without_cause(reason: str, ending: str) -> str:
+    """Returns the reason of a `NoRestart` without the cause that the state of the run names.
+
+    >>> without_cause("host out-of-memory, after 2 times submitted again", "host_oom")
+    'after 2 times submitted again'
+    """
+    cause = f"{_IN_STATE.get(ending)}, "
+    return reason.removeprefix(cause).removeprefix("and ") if reason.startswith(cause) else reason
 
 
 def _times(number: int) -> str:
@@ -767,7 +791,7 @@ def job_memory_mib(environment: Mapping[str, str]) -> int | None:
 
 def _record_end(ended: _EndedJob, ending: str, decision: RestartDecision, error: str) -> None:
     """Records an ending that the processes of the attempt could not know or record."""
-    end, why_not = ended.end, decision.reason if isinstance(decision, NoRestart) else ""
+    end, why_not = ended.end, without_cause(decision.reason, ending) if isinstance(decision, NoRestart) else ""
     is_recorded = end is not None and end.ending == ending
     if is_recorded and (not why_not or ending == "time_limit"):
         return
