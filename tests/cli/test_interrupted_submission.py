@@ -173,3 +173,21 @@ def test_a_job_whose_files_cannot_be_written_after_sbatch_has_answered_is_cancel
     assert main(TRAIN) == 2
     assert alpha.cancelled("alpha") == ["12"]
     assert not Registry(tmp_path / "state").runs()
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_job_that_slurm_took_before_its_answer_was_lost_is_cancelled(
+    alpha: Clusters, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, is_taken: bool
+) -> None:
+    refusal = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+    # The job logs into the folder of the script.
+    log = f'echo "JobId=12 StdOut=${{1%/*}}/12_0_log.out Power=" > {tmp_path}/clusters/alpha/12.job' if is_taken else ""
+    sbatch_does(alpha, log, f"echo '{refusal}' >&2; exit 1")
+    alpha.write("alpha", "mine", "12|synthetic_gat_student_normal\n" if is_taken else "")
+    assert main((*TRAIN, "--json")) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["rule"] == "SLURM did not answer sbatch"
+    outcome = "it took the job, which was cancelled again" if is_taken else "it did not take the job"
+    assert error["value"].endswith(f"Socket timed out on send/recv operation; {outcome}")
+    assert alpha.cancelled("alpha") == (["12"] if is_taken else [])
+    assert not Registry(tmp_path / "state").runs()

@@ -45,6 +45,8 @@ T = TypeVar("T")
 Recording = Callable[[Sequence[JobRecord]], object]
 """Function that enters jobs, and what belongs to them, into the registry."""
 
+_LOST_ANSWER: Final = re.compile(r"timed out|Zero Bytes were transmitted")
+"""Errors of sbatch after which SLURM may have taken the job all the same."""
 _SENT_TO: Final = ".cluster"
 """File in the folder of submitit's files: name of the cluster of the last submission."""
 
@@ -149,12 +151,25 @@ def _sent(executor: "_Executor", tasks: "Sequence[Job | PackedJob]") -> list[sub
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         texts = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in lines if line.startswith("sbatch:")]
         reason = "; ".join(texts) or [*lines, "no reason given"][-1]
+        if _LOST_ANSWER.search(reason):
+            _take_back_lost(executor, reason)
         remedy = "Change what the job asks for; can-train doctor shows what the partitions grant"
         raise RunError("SLURM refused the job", value=reason, remedy=remedy) from error
     except Exception as error:
         # A disk that is full: submitit moves its files after sbatch has answered.
         _cancel_unrecorded(executor.taken, error)
         raise
+
+
+def _take_back_lost(executor: "_Executor", reason: str) -> NoReturn:
+    """Cancels the jobs that SLURM may have taken before its answer was lost; raises RunError."""
+    try:
+        jobs = find_jobs(str(executor.parameters["job_name"]), Path(executor.folder), executor.sent_to)
+    except NoControllerError as error:
+        raise _unanswered(f"whether it took the job is not known ({error.value})", reason) from error
+    lost = _unanswered("it took the job, which was cancelled again" if jobs else "it did not take the job", reason)
+    _cancel_unrecorded(jobs, lost)
+    raise lost
 
 
 def _cancel_unrecorded(taken: Sequence[JobId], error: Exception) -> None:
@@ -253,8 +268,8 @@ class _Executor(submitit.SlurmExecutor):
         return jobs[-1].number
 
 
-def _unanswered(outcome: str) -> RunError:
-    return RunError("SLURM did not answer sbatch", value=f"no answer within {SUBMIT_TIMEOUT_S:g} s; {outcome}",
+def _unanswered(outcome: str, reason: str = f"no answer within {SUBMIT_TIMEOUT_S:g} s") -> RunError:
+    return RunError("SLURM did not answer sbatch", value=f"{reason}; {outcome}",
                     remedy="Try again in a minute. A job that was taken all the same is taken back then")  # fmt: skip
 
 
