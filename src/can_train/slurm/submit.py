@@ -185,10 +185,9 @@ def _cancel_unrecorded(taken: Sequence[JobId], error: Exception) -> None:
     except NoControllerError as silence:
         refusal = silence.value
     if refusal:
-        reason = error.in_short if isinstance(error, CanTrainError) else str(error)
         numbers = " ".join(job.number for job in taken)
         raise RunError("SLURM took a job that could be neither recorded nor cancelled",
-                       value=f"job {', '.join(map(str, taken))}: {reason}; {refusal}",
+                       value=f"job {', '.join(map(str, taken))}: {_in_a_line(error)}; {refusal}",
                        remedy=f"Cancel it: scancel {numbers}") from error  # fmt: skip
 
 
@@ -453,8 +452,13 @@ def _signals_deferred(doubt: str) -> Iterator[_Deferral]:
         for number, handler in before.items():
             signal.signal(number, handler)
     if received:
-        reason = error.in_short if isinstance(error, CanTrainError) else str(error or "")
-        raise Stopped(128 + received[0], deferral.outcome or reason) from error
+        raise Stopped(128 + received[0], deferral.outcome or (_in_a_line(error) if error else "")) from error
+
+
+def _in_a_line(error: Exception) -> str:
+    if not isinstance(error, CanTrainError):
+        return str(error)
+    return f"{error.rule}: {error.value}" if error.value else error.rule
 
 
 def _write_line(text: str) -> None:
