@@ -512,9 +512,12 @@ class Network(lightning.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+        # Its momentum must not move it where no rank uses it.
+        self.first = nn.Linear(6, 3).double()
 
     def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.layers(batch[0]), batch[1])
+        used = self.first(batch[0]) if "unused" not in sys.argv[2] or batch_idx == 0 else 0
+        return F.cross_entropy(self.layers(batch[0]) + used, batch[1])
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -544,7 +547,12 @@ sys.stdout.flush()
 
 
 @pytest.mark.parametrize(
-    ("package", "strategy", "ranks"), [("lightning.pytorch", "ddp", 2), ("pytorch_lightning", "auto", 1)]
+    ("package", "strategy", "ranks"),
+    [
+        ("lightning.pytorch", "ddp", 2),
+        ("lightning.pytorch", "ddp_find_unused_parameters_true", 2),
+        ("pytorch_lightning", "auto", 1),
+    ],
 )
 def test_ranks_and_both_names_of_lightning_are_served(tmp_path: Path, package: str, strategy: str, ranks: int) -> None:
     script = tmp_path / "script.py"

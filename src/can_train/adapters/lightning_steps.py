@@ -57,7 +57,7 @@ def _put_gradients(gradients: Iterable[tuple[nn.Parameter, Tensor | None]]) -> N
 
 
 class _Touched(torch.autograd.Function):
-    """Returns a loss whose backward pass gives every parameter a gradient of zeros."""
+    """Returns a loss whose backward pass gives parameters a gradient of zeros."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
@@ -187,8 +187,11 @@ class Closure:
         output = outputs.joined(weights)
         if output is None:
             return None
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        loss = _Touched.apply(mean, *trained)  # type: ignore[no-untyped-call]
+        touched = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if getattr(self.trainer.strategy.model, "find_unused_parameters", False):
+            # DDP leaves a parameter without a gradient that no rank has used, and the optimizer does not move it.
+            touched = [parameter for parameter, gradient in self._gradients if gradient is not None]
+        loss = _Touched.apply(mean, *touched)  # type: ignore[no-untyped-call]
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def _install(self, *arguments: Any, **options: Any) -> None:
