@@ -58,11 +58,11 @@ def test_an_attempt_that_ends_well_says_so(tmp_path: Path) -> None:
         (RuntimeError("two\n  lines"), "failed", "RuntimeError: two lines"),
         (ValueError(), "failed", "ValueError"),
         (SystemExit(3), "failed", "The code called sys.exit(3)"),
-        (SystemExit(WARNED), "time_limit", ""),
+        (SystemExit(WARNED), "time_limit", "warned before a checkpoint"),
         (caused(WARNED, CanTrainError("Too often", remedy="")), "time_limit", "Too often."),
-        (SystemExit(TERMINATED), "terminated", ""),
-        (SystemExit(130), "interrupted", ""),
-        (KeyboardInterrupt(), "interrupted", ""),
+        (SystemExit(TERMINATED), "terminated", "by SIGTERM, before a checkpoint"),
+        (SystemExit(130), "interrupted", "interrupted (Ctrl-C), before a checkpoint"),
+        (KeyboardInterrupt(), "interrupted", "interrupted (Ctrl-C), before a checkpoint"),
         (MemoryError(), "host_oom", "MemoryError"),
         (torch.OutOfMemoryError("CUDA out of memory."), "gpu_oom", "OutOfMemoryError: CUDA out of memory."),
         (
@@ -84,6 +84,14 @@ def test_what_ended_an_attempt_is_told_in_a_line(
     ended = end_with(tmp_path, error).end(1)
     assert ended is not None
     assert (ended.ending, ended.message) == (ending, message)
+
+
+def test_a_run_with_a_checkpoint_that_is_stopped_has_saved(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-00000001.pt").touch()
+    ended = end_with(tmp_path, SystemExit(TERMINATED)).end(1)
+    assert ended is not None
+    assert (ended.ending, ended.message) == ("terminated", "")
 
 
 def test_what_is_known_of_a_shortage_is_kept(tmp_path: Path) -> None:

@@ -38,6 +38,14 @@ ENDING_BY_STATUS: Final = {TERMINATED: "terminated", 128 + signal.SIGINT: "inter
 RESTARTED: Final = ("time_limit", "killed", "in_use")
 """Endings after which can-train requeues a job."""
 
+CHECKPOINTS: Final = "checkpoints"
+"""Folder of a run."""
+_UNSAVED: Final = {
+    "time_limit": "warned before a checkpoint", "terminated": "by SIGTERM, before a checkpoint",
+    "interrupted": "interrupted (Ctrl-C), before a checkpoint",
+}  # fmt: skip
+"""Message by the ending of a run that was stopped without a checkpoint."""
+
 _POSTPONED_S: Final = 0.05  # until a signal that arrives where an exception would be lost is looked at again
 _MAX_POSTPONED: Final = 60  # times: 3 s, before SLURM kills the process
 # Functions below which an exception is lost. Extension modules that are initialized turn it into an ImportError or drop
@@ -283,7 +291,10 @@ class Attempts:
             raise
         finally:
             with stops.deferred():
-                self.record_end(*_describe_end(error), rank=self._context.rank)
+                ending, message, details = _describe_end(error)
+                if not any((self._folder.parent / CHECKPOINTS).glob("*.pt")):
+                    message = message or _UNSAVED.get(ending, "")
+                self.record_end(ending, message, details, rank=self._context.rank)
 
     def record_end(self, ending: str, message: str, details: Mapping[str, Any], *, rank: int | None = None) -> None:
         """Records the end of this job's attempt. `rank` is None for a record that is made after the job."""

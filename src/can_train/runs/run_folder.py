@@ -30,7 +30,7 @@ from can_train.errors import EarlierAttemptError, RunError, StateError
 from can_train.io import records
 from can_train.io.records import AttemptStart, is_file, utc_now
 from can_train.reporter import Reporter
-from can_train.runs.attempts import Attempts, read_record
+from can_train.runs.attempts import CHECKPOINTS, Attempts, read_record
 from can_train.runs.registry import Registry, RunRecord
 
 CONFIG: Final = "config.yaml"
@@ -77,7 +77,7 @@ class RunFolder:
         self.path = path
         self.run_id = path.name
         self.metrics_path = path / "metrics.jsonl"
-        self.checkpoints_path = path / "checkpoints"
+        self.checkpoints_path = path / CHECKPOINTS
         self.weights_path = path / "weights"
         self.result_path = path / RESULT
         self.plan_path = path / "plan.json"
