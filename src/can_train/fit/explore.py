@@ -560,9 +560,10 @@ class Explorer:
         if known is not None and (known.climbed or rung_of(known) != self.rung):
             known = None
         with self._trained_alone() as buffer_copies:
-            # Otherwise the first step would tell, which the next rung may have room for.
-            optimizer_peak = self.optimizer_peak_bytes()
-            if optimizer_peak > self.meter.capacity_bytes:
+            # Otherwise the first step would tell, which the next rung may have room for. On a GPU that is not at hand,
+            # the whole model is explored for its shards, too.
+            optimizer_peak, is_here = self.optimizer_peak_bytes(), not isinstance(self.meter, AbsentGpuMeter)
+            if is_here and optimizer_peak > self.meter.capacity_bytes:
                 raise model_does_not_fit(optimizer_peak, self.meter.capacity_bytes)
             optimizer, held, work = self._mid_run(buffer_copies, held_bytes)
             training = find_limit(work, self.meter, upper, replace(search, known=known.training if known else None))
