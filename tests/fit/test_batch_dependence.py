@@ -91,6 +91,8 @@ def test_batch_normalisation_is_named() -> None:
             f"square by {found.terms['square']:.1%}"
         )
     ]
+    (of_ranks,) = found.sentences(split=False, ranks=4)
+    assert "micro-batches, and the shares of 4 processes, change the gradient of square" in of_ranks
 
 
 def test_frozen_batch_normalisation_has_no_batch_dependence() -> None:

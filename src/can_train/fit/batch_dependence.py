@@ -118,7 +118,8 @@ class BatchDependence:
             through = f" through {', '.join(self.modules)}" if self.modules else ""
             largest = ", ".join(f"{term} by {difference:.1%}" for term, difference in self.terms.items())
             depend = f"Samples depend on the rest of their batch{through}"
-            sentences.append(f"{depend}: micro-batches change the gradient of {largest}")
+            parts = f"micro-batches, and the shares of {ranks} processes," if ranks > 1 else "micro-batches"
+            sentences.append(f"{depend}: {parts} change the gradient of {largest}")
         if self.drops and ranks > 1:
             sentences.append(
                 f"Dropout draws other masks on each of {ranks} processes, and for each micro-batch, than a single"
