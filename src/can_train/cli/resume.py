@@ -348,8 +348,9 @@ def _start_again(folder: RunFolder, locator: RunLocator) -> "JobRecord":
 
 def _without_begin(status: "RunStatus", request: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the request of a run that goes on: it does not wait for the time when it was to begin, once it has."""
-    has_begun = status.facts.attempts and status.known.folder.config()["cluster"].get("begin")
-    return {"begin": "", **request} if has_begun and _executor(status) == "slurm" else request
+    has_begun = _executor(status) == "slurm" and bool(status.facts.attempts)
+    waits = has_begun and status.known.folder.config().get("cluster", {}).get("begin")
+    return {"begin": "", **request} if waits else request
 
 
 def _checked_request(folder: RunFolder, request: Mapping[str, Any], *, in_slurm: bool) -> dict[str, Any]:

@@ -267,8 +267,9 @@ class _Executor(submitit.SlurmExecutor):
         return jobs[-1].number
 
 
-def _unanswered(outcome: str, reason: str = f"no answer within {SUBMIT_TIMEOUT_S:g} s") -> RunError:
-    return RunError("SLURM did not answer sbatch", value=f"{reason}; {outcome}",
+def _unanswered(outcome: str, reason: str = "") -> RunError:
+    why = reason or f"no answer within {SUBMIT_TIMEOUT_S:g} s"
+    return RunError("SLURM did not answer sbatch", value=f"{why}; {outcome}",
                     remedy="Try again in a minute. A job that was taken all the same is taken back then")  # fmt: skip
 
 
