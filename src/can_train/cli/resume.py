@@ -285,7 +285,8 @@ def _change_requests(statuses: "Sequence[RunStatus]", request: Mapping[str, Any]
     changes = [_checked_request(status.known.folder, _without_begin(status, request),
                                 in_slurm=_executor(status) == "slurm") for status in statuses]  # fmt: skip
     for status, settings in zip(statuses, changes, strict=True):
-        change_request(status.known.folder, settings)
+        if settings:
+            change_request(status.known.folder, settings)
     return not any("cluster.mem" in settings for settings in changes)
 
 
