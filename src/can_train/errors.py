@@ -23,6 +23,7 @@ CanTrainError                                     2
 import errno
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -116,6 +117,16 @@ class Stopped(SystemExit):
     def __init__(self, status: int, outcome: str = "") -> None:
         super().__init__(status)
         self.outcome = outcome
+
+
+_SIGNAL_STATUSES: Final = frozenset(
+    128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+)
+
+
+def is_stop(error: BaseException) -> bool:
+    """Returns whether a signal has ended the process by a `SystemExit`, and not the code of a task."""
+    return isinstance(error, SystemExit) and (isinstance(error, Stopped) or error.code in _SIGNAL_STATUSES)
 
 
 class CanTrainError(Exception):

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NamedTuple, get_type_hints
 
-from can_train.errors import ConfigError, MissingDataError, TaskError, unknown_name
+from can_train.errors import ConfigError, MissingDataError, TaskError, is_stop, unknown_name
 
 _TASKS: Final = "can_train.tasks"  # entry-point groups
 _COMMANDS: Final = "can_train.commands"
@@ -237,6 +237,8 @@ def load_class(task: str, code_dir: str) -> type:
     try:
         module = _load_file(path) if _is_file(where) else importlib.import_module(where)
     except (Exception, SystemExit) as error:
+        if is_stop(error):
+            raise
         if _is_file(where) and isinstance(error, ImportError) and _NO_PACKAGE in str(error):
             folder, module_name = _module_of(path)
             place = "" if folder == Path.cwd() else f" in {folder}"
@@ -329,6 +331,8 @@ def load_optimizer(optimizer: str) -> Any:
         raise ConfigError("training.optimizer needs a package that is not installed", value=f"{error.name}",
                           remedy="Install it, or name another optimizer: --optimizer adamw") from error  # fmt: skip
     except (Exception, SystemExit) as error:
+        if is_stop(error):
+            raise
         raise TaskError(f"{where} failed when it was imported", error) from error
     if not hasattr(module, name):
         raise unknown_name(f"class of {where}", name, [key for key, value in vars(module).items()

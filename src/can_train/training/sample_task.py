@@ -26,7 +26,7 @@ from torch.utils.data import ConcatDataset
 
 from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.config.task_settings import DatasetSettings, ModeSettings, NoSettings, load_object, missing_extra
-from can_train.errors import CanTrainError, ConfigError, DataError, Stopped, TaskError
+from can_train.errors import CanTrainError, ConfigError, DataError, TaskError, is_stop
 from can_train.fit.collate import cloned, host_copies, leaves, pad_and_stack, to_device
 from can_train.fit.random_state import capture_generators, restore_generators
 from can_train.io.records import sketch
@@ -975,12 +975,12 @@ class Task(BatchTask):
         """Turns an error of the task's own code, in the block, into an error that names the call."""
         try:
             yield
-        except (CanTrainError, Stopped):
+        except CanTrainError:
             raise
         # With `sys.exit(0)` a run would end well, without a result.
         except (Exception, SystemExit) as error:
             # Memory that runs out is rescued, wherever it does.
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or is_stop(error):
                 raise
             if isinstance(error, ModuleNotFoundError) and (missing := missing_extra(type(self).__module__, error)):
                 raise missing from error
@@ -1111,9 +1111,11 @@ def make_unread(
                           reporter=reporter, epoch_samples=training.steps_per_epoch * batch, **further)  # fmt: skip
     try:
         task: Task = kind(context)
-    except (CanTrainError, Stopped):
+    except CanTrainError:
         raise
     except (Exception, SystemExit) as error:
+        if is_stop(error):
+            raise
         raise TaskError(f"{kind.__name__} failed when it was made", error) from error
     return task
 
