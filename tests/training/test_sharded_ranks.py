@@ -121,7 +121,8 @@ def test_the_peak_of_a_sharded_step_is_predicted(tmp_path: Path, device: str) ->
                      num_workers="0") == [0, 0]  # fmt: skip
     (path,) = tmp_path.glob("runs/*/result.json")
     result = json.loads(path.read_text())
-    assert result["predicted_peak_bytes"] == pytest.approx(result["peak_memory_bytes"], rel=0.01)
+    # Which blocks of equal size are computed again hangs on clocks, and with it 1 % of the peak.
+    assert result["predicted_peak_bytes"] == pytest.approx(result["peak_memory_bytes"], rel=0.015)
     assert "sharded over 2 ranks" in "\n".join(torch.load(tmp_path / "outcome-0.pt")[1])
     remembered = [json.loads(path.read_text())["limits"] for path in tmp_path.glob("state/observations/*.json")]
     assert [limits[""]["ranks"] for limits in remembered] == [2, 2]
