@@ -66,7 +66,7 @@ class EpochFigures:
     metric: tuple[str, float] | None = None
     samples_per_second: float | None = None
     peak: str = ""
-    seconds_left: float = 0.0
+    seconds_left: float | None = 0.0
 
 
 class Stage(Protocol):
@@ -290,7 +290,7 @@ class EpochTable:
             _Cell(printable(name), _short(value), optional=1 if metric else _NEVER),
             _Cell("samples/s", _UNKNOWN if rate is None else figure_text("", rate).strip(), optional=3),
             _Cell("peak", figures.peak or _UNKNOWN, optional=2),
-            _Cell("time left", clock(figures.seconds_left)),
+            _Cell("time left", _UNKNOWN if figures.seconds_left is None else clock(figures.seconds_left)),
         ]
 
 

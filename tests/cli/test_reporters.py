@@ -103,6 +103,9 @@ def test_an_epoch_without_validation_metric_and_peak_shows_the_rest() -> None:
     heading, line = EpochTable().lines(EpochFigures(epoch=1, epochs=2, samples_per_second=12.345), 80)
     assert heading.split() == ["epoch", "train", "loss", "val", "loss", "samples/s", "peak", "time", "left"]
     assert line.split() == ["1/2", "–", "–", "12.35", "–", "0:00"]
+    # Nothing has been trained since the run was resumed.
+    (unknown,) = EpochTable().lines(EpochFigures(epoch=1, epochs=2, seconds_left=None), 80)[1:]
+    assert unknown.split() == ["1/2", "–", "–", "–", "–", "–"]
 
 
 def test_a_notice_is_a_line_of_its_own() -> None:

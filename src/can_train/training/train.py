@@ -549,7 +549,7 @@ def train(session: Session) -> None:
             stopped_early = bool(patience) and progress.epochs_without_gain >= patience
             lost = _lost(session, figures.epoch) if session.trial and figures.validation_loss is not None else ""
             progress.trained = progress.epoch >= epochs or stopped_early or bool(lost) or session.is_time_up
-            seconds_left = 0.0 if progress.trained else pace.seconds_left(progress.step) or 0.0
+            seconds_left = 0.0 if progress.trained else pace.seconds_left(progress.step)
             session.reporter.epoch(replace(figures, seconds_left=seconds_left))
             session.save()
             session.stop_signal = _first_signal(ranks.gather(lambda: session.stops.received))
@@ -606,7 +606,9 @@ def _train_epoch(session: Session, stage: Stage) -> EpochFigures:
             session.read_losses()
             break
     seconds, peak = time.perf_counter() - started, session.monitor.peak_share
-    per_second = round((progress.epoch_samples - samples_before) / seconds, 1) if seconds else None
+    # None were trained where a run is resumed at the end of an epoch.
+    trained = progress.epoch_samples - samples_before
+    per_second = round(trained / seconds, 1) if seconds and trained else None
     session.log(
         epoch=progress.epoch + 1,
         train=progress.epoch_means,
