@@ -259,6 +259,7 @@ class OutOfMemoryDetails:
 
 
 _INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_OWN: Final = f"{Path(__file__).resolve().parent}{os.sep}"  # of can-train
 _PYTHON: Final = (f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
 
 
@@ -266,9 +267,8 @@ def _lines_of_task(stack: Sequence[traceback.FrameSummary]) -> list[traceback.Fr
     """Returns the lines of a traceback that are a task's own, without those of can-train, of Python's library and of
     libraries that the task calls. If no line is the task's, the last line.
     """
-    own = f"{Path(__file__).resolve().parent}{os.sep}"
-    libraries = [folder for folder in _INSTALLED if folder not in own] + [*_PYTHON]
-    lines = [line for line in stack if not line.filename.startswith(own)]
+    libraries = [folder for folder in _INSTALLED if folder not in _OWN] + [*_PYTHON]
+    lines = [line for line in stack if not line.filename.startswith(_OWN)]
     # A task may be an installed package itself.
     package = _package_of(lines[0].filename) if lines else ""
     mine = [line for line in lines if (package and package in line.filename)
@@ -407,8 +407,7 @@ def errors_of_steps() -> Iterator[None]:
     except Exception as error:
         # Without this function's own frame.
         frames = traceback.extract_tb(error.__traceback__)[1:]
-        own = f"{Path(__file__).resolve().parent}{os.sep}"
-        is_own = [frame.filename.startswith(own) for frame in frames]
+        is_own = [frame.filename.startswith(_OWN) for frame in frames]
         for folder, function, rule in _STEP_PARTS if not is_own[-1] else ():
             if any(folder in frame.filename and function in frame.name for frame in frames):
                 raise TaskError(rule, error) from error

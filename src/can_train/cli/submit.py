@@ -246,11 +246,15 @@ def _first_that_takes(runs: Sequence[ResolvedRun], by_cluster: Mapping[str, list
             refusals[name] = error
         else:
             return partitions
-    reasons = [f"{name}: {error.rule} ({error.value})" for name, error in refusals.items()]
+    reasons = [f"{name}: {_refusal(error)}" for name, error in refusals.items()]
     remedies = {name: error.remedy for name, error in refusals.items()}
     remedy = "; ".join(f"{name}: {text}" for name, text in remedies.items())
     raise ConfigError("None of these clusters could ever start the job", value="; ".join(reasons),
                       remedy=next(iter(remedies.values())) if len({*remedies.values()}) == 1 else remedy)  # fmt: skip
+
+
+def _refusal(error: CanTrainError) -> str:
+    return f"{error.rule} ({error.value})" if error.value else error.rule
 
 
 def print_notices(notices: Sequence[str]) -> None:
@@ -467,8 +471,7 @@ def _tested(run: ResolvedRun, places: Sequence[Place], partitions: Sequence[Part
         try:
             job = plan_job(here, code, partitions)
         except CanTrainError as error:
-            refusal = f"{error.rule} ({error.value})" if error.value else error.rule
-            tested.append(replace(place, refusal=refusal, remedy=error.remedy))
+            tested.append(replace(place, refusal=_refusal(error), remedy=error.remedy))
             continue
         answer = expected_start(job.script or "")
         cards = place.cards or tuple(job.device.cards)

@@ -905,6 +905,8 @@ def _divisor(denominator: float | Tensor) -> float | Tensor:
 
 
 MODEL_MUST_FIT: Final = "Weights, gradients and optimizer state must fit on the device"
+TOO_LITTLE_FOR_PAGES: Final = ", too little for the whole pages in which the allocator takes memory"
+"""End of an error's value where the bytes that are needed are fewer than those that the device has."""
 
 
 def model_does_not_fit(need_bytes: int, capacity_bytes: int, foreign_bytes: int = 0) -> DoesNotFitError:
@@ -913,7 +915,7 @@ def model_does_not_fit(need_bytes: int, capacity_bytes: int, foreign_bytes: int 
     if foreign_bytes > 0:
         found += f", of which other processes hold {size_text(foreign_bytes)}"
     elif need_bytes <= capacity_bytes:
-        found += ", too little for the whole pages in which the allocator takes memory"
+        found += TOO_LITTLE_FOR_PAGES
     return DoesNotFitError(
         MODEL_MUST_FIT,
         value=found,

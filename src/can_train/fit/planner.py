@@ -17,7 +17,7 @@ from can_train.fit.batch_dependence import UNKNOWN as UNKNOWN_DEPENDENCE
 from can_train.fit.compiled import SAVED_SHARE, compile_notices, compiles_on
 from can_train.fit.cost_model import DeviceLimits, SearchResult
 from can_train.fit.epochs import epoch_shares, epochs_differ, planned_orders
-from can_train.fit.explore import MODEL_MUST_FIT, Explorer, others_of
+from can_train.fit.explore import MODEL_MUST_FIT, TOO_LITTLE_FOR_PAGES, Explorer, others_of
 from can_train.fit.factor_rule import NO_AIM, PROVISIONAL, Aim, EarlierSearch, FactorRule
 from can_train.fit.offloaded_state import refusal
 from can_train.fit.optimizer import make_optimizer, phase_parameters, phase_training
@@ -683,12 +683,11 @@ class Planner:
         phase = limits.training
         need = phase.peak_bytes(price(self.task, oversize[:1], phase).total)
         num_samples = len(self._counted_rows)
-        pages = ", too little for the whole pages in which the allocator takes memory"
+        pages = TOO_LITTLE_FOR_PAGES if need <= limits.capacity_bytes else ""
         leave_out = "Leave them out in the stream" if self.task.in_order else "--oversize skip leaves them out"
         return DoesNotFitError(
             f"Every training sample must fit on the device by itself, and {len(oversize)} of {num_samples} do not",
-            value=f"{named}{more}; they need up to {size_text(need)} of {size_text(limits.capacity_bytes)}"
-            f"{pages if need <= limits.capacity_bytes else ''}",
+            value=f"{named}{more}; they need up to {size_text(need)} of {size_text(limits.capacity_bytes)}{pages}",
             remedy=f"{leave_out}; cards that would hold them: {cards_that_hold(need)}",
             details=OutOfMemoryDetails(need_bytes=round(need)),
         )

@@ -8,7 +8,7 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -211,7 +211,8 @@ def onnx_program(program: Program, about: Mapping[str, Any]) -> tuple[bytes, Com
     with _quietly(), exporting("ONNX"):
         exported, searches = program.exported, torch.ops.aten.searchsorted.Tensor
         # It traces the model once more.
-        if any(node.target is searches for module in exported.graph_module.modules() for node in _nodes(module)):
+        graphs = [part.graph for part in exported.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+        if any(node.target is searches for graph in graphs for node in graph.nodes):
             exported = exported.run_decompositions({searches: _searchsorted})
         made = torch.onnx.export(
             exported, dynamo=True, verbose=False,
@@ -241,10 +242,6 @@ def onnx_program(program: Program, about: Mapping[str, Any]) -> tuple[bytes, Com
         return [torch.from_numpy(result) for result in results]
 
     return data, compute
-
-
-def _nodes(module: Any) -> Iterable[Any]:
-    return module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ()
 
 
 def _searchsorted(  # noqa: PLR0913 - the operator's arguments
