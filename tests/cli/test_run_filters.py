@@ -61,6 +61,7 @@ def listed(shelf: Shelf, capsys: pytest.CaptureFixture[str], *flags: str) -> lis
         (("--since", "1min"), []),
         (("--sweep", "sweep-lr-0001"), [2]),
         (("--sweep", "lr-0"), [2]),
+        (("--sweep", "lr-0", "--since", "1min"), []),
         (("--where", "lr>0.01"), [2, 1]),
         (("--where", "lr>0.01", "--where", "training.lr != 0.5"), [2]),
         (("--where", "model=gat"), [3, 1]),

@@ -271,7 +271,7 @@ def _submit_stages(steps: Sequence[PlannedStage]) -> list[dict[str, Any]]:
     from can_train.runs.past_runs import with_folders
     from can_train.runs.pipeline import REUSED, RUNNING_ALREADY
     from can_train.runs.scheduler import NoControllerError
-    from can_train.slurm.client import is_installed
+    from can_train.slurm.client import where_to_submit
     from can_train.slurm.snapshot import code_of_runs, keep
     from can_train.slurm.submission_plan import plan_submission
 
@@ -280,8 +280,7 @@ def _submit_stages(steps: Sequence[PlannedStage]) -> list[dict[str, Any]]:
         partitions = read_cluster([step.run for step in steps])
     except NoControllerError as error:
         # The error's own remedy is another --cluster, but only SLURM can chain the stages.
-        when = "Try again in a minute; or submit" if is_installed() else "Submit"
-        remedy = f"{when} from a login node of the cluster; or leave out --submit to train the stages here"
+        remedy = f"{where_to_submit()}; or leave out --submit to train the stages here"
         raise NoControllerError(error.rule, value=error.value, remedy=remedy) from error
     new = [step for step in steps if step.what not in (REUSED, RUNNING_ALREADY)]
     if new:

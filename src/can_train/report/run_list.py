@@ -290,13 +290,13 @@ class RunList:
             ConfigError: A condition names a data set, setting or metric that no run has.
             RunError: No sweep has the name, or several have it.
         """
-        # In the order of their costs.
-        if chosen.since:
-            since = datetime.fromisoformat(chosen.since)
-            self.runs = [run for run in self.runs if datetime.fromisoformat(run.record.time) >= since]
+        # In the order of their costs. A sweep is found among all runs, whatever else they have to meet.
         if chosen.sweep:
             name = find_sweep(chosen.sweep, (run.record.sweep for run in self.runs))
             self.runs = [run for run in self.runs if run.record.sweep == name]
+        if chosen.since:
+            since = datetime.fromisoformat(chosen.since)
+            self.runs = [run for run in self.runs if datetime.fromisoformat(run.record.time) >= since]
         if chosen.tag:
             self.runs = [run for run in self.runs if chosen.tag in self.labels_of(run).tags]
         self._read()

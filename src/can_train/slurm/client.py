@@ -546,11 +546,16 @@ def query_cluster(*command: str, timeout_s: float = _QUERY_TIMEOUT_S) -> str:
 
 def no_controller(problem: str) -> NoControllerError:
     """Makes the error for a SLURM that does not answer."""
+    return NoControllerError("No SLURM answers on this machine", value=problem,
+                             remedy=f"{where_to_submit()}; or train here: --cluster local in the background, --cluster "
+                                    "debug in the foreground")  # fmt: skip
+
+
+def where_to_submit() -> str:
+    """Returns the beginning of a remedy where no SLURM answers on this machine."""
     # A controller is started anew within a minute; programs that are missing stay missing.
     when = "Try again in a minute; or submit" if is_installed() else "Submit"
-    return NoControllerError("No SLURM answers on this machine", value=problem,
-                             remedy=f"{when} from a login node of the cluster; or train here: --cluster local in the "
-                                    "background, --cluster debug in the foreground")  # fmt: skip
+    return f"{when} from a login node of the cluster"
 
 
 def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
