@@ -92,7 +92,7 @@ def submit_runs(
     """
     runs = placement.runs
     code, state = code_of_runs(runs), state_dir(runs[0].paths)
-    partitions = read_cluster(runs)
+    partitions = read_cluster(runs) if placement.partitions is None else placement.partitions
     plan = plan_submission(runs, code.digest, partitions, after=after, force=force, on_host=placement.on_host)
     print_notices(plan.notices)
     expected = [expectation(group[0].run, Registry(state).runs()) for group in plan.groups]
@@ -413,6 +413,7 @@ class Placement:
     runs: Sequence[ResolvedRun]
     places: Sequence[Place] = ()
     on_host: Sequence[int] = ()  # bytes of a rank of each run that wait in the memory of the host; empty: unknown
+    partitions: Sequence[Partition] | None = None  # of the cluster; None: not read yet
 
     @property
     def json_field(self) -> dict[str, Any]:
@@ -588,16 +589,21 @@ def _plan(run: ResolvedRun, keys: Sequence[str], ranks: int, reporter: Reporter)
 
 
 def check_fits(runs: Sequence[ResolvedRun], reporter: Reporter) -> Placement:
-    """Checks that runs fit the kind of GPU that their jobs ask for, as far as the catalogue has it.
+    """Checks that the cluster has what the jobs of runs ask for, and that the runs fit its kind of GPU, as far as the
+    catalogue has it. A plan takes seconds, so the cluster is asked first.
 
     Raises:
+        ConfigError: The cluster could never start the job of a run.
         DoesNotFitError: A run fits none of the GPUs that its job may get.
+        NoControllerError: SLURM does not answer.
     """
+    partitions = read_cluster(runs)
+    check_requests([_at(run, unpacked(run.cluster)) for run in runs], partitions)
     on_host = [0] * len(runs)
     for index, run in enumerate(runs):
         alike = next((known for known in range(index) if _is_alike(run, runs[known])), None)
         on_host[index] = _on_host(run, reporter) if alike is None else on_host[alike]
-    return Placement(runs=runs, on_host=on_host)
+    return Placement(runs=runs, on_host=on_host, partitions=partitions)
 
 
 def pack_runs(placement: Placement, reporter: Reporter) -> Placement:
