@@ -138,7 +138,8 @@ class CanDatasetSettings:
     validation_share: float = 0.2
     """Share of the training time that is kept for validation: thresholds and early stopping."""
     test_share: float = 0.2
-    """Share of a single log's time that is kept for testing, where the data set has no test folders."""
+    """Share of a single log's time that is kept for testing, where the data set has no test folders; 0 trains on all of
+    it, for a test on other logs."""
     synthetic: SyntheticSettings = field(default_factory=SyntheticSettings)
     """Size and seed of the simulated bus; used by `synthetic` only."""
 
@@ -159,7 +160,7 @@ class CanDatasetSettings:
         if not self.stride:
             object.__setattr__(self, "stride", self.window)
         check_range("dataset.validation_share", self.validation_share, above=0.0, high=0.5)
-        check_range("dataset.test_share", self.test_share, above=0.0, high=0.5)
+        check_range("dataset.test_share", self.test_share, low=0.0, high=0.5)
 
     @property
     def is_synthetic(self) -> bool:

@@ -39,6 +39,8 @@ MIN_PHASE_WINDOWS: Final = 10
 
 LEAST_DRIVES: Final = 3  # with at least this many benign logs, whole logs are held out for validation
 
+NOTHING_TESTED: Final = "No part of the log was kept for a test (dataset.test_share=0)"
+
 _LEAST_WINDOWS: Final = 10  # windows of a log that is long enough for training, validation and test
 
 _MAX_NAMED: Final = 3  # logs that a notice names
@@ -304,7 +306,8 @@ def split_rows(
 ) -> tuple[Split, list[str]]:
     """Splits all windows of `sources`, which are indices of logs, by the roles of the logs (see `SourceFile`).
 
-    The last `test_share` of a log is for testing, and the last `validation_share` of the rest for validation. If a part
+    The last `test_share` of a log is for testing (0: none), and the last `validation_share` of the rest for validation.
+    If a part
     then has one class only although the log has both, each benign and each attack phase of the log is cut this way. Of
     several benign logs, some are held out for validation (see `find_held_out_logs`). If all logs are for testing, the
     other parts are empty.
@@ -329,7 +332,8 @@ def split_rows(
         if source.role == TEST:
             test.setdefault(source.group, []).append(rows)
             continue
-        shares = (validation_share, test_share) if source.role == LOG else (validation_share,)
+        tests = source.role == LOG and test_share > 0
+        shares = (validation_share, test_share) if tests else (validation_share,)
         parts, log_notices = _cut_log(flat, rows, shares)
         if index in held_out:
             parts[:2] = [parts[0][:0], np.concatenate(parts[:2])]
@@ -338,7 +342,7 @@ def split_rows(
             paths_by_notice.setdefault(notice, []).append(source.path)
         train.append(parts[0])
         validation.append(parts[1])
-        if source.role == LOG:
+        if tests:
             test.setdefault(source.group, []).append(parts[2])
     none = np.empty(0, dtype=np.int64)
     split = Split(

@@ -28,8 +28,8 @@ from can_train_tasks.can.data.dataset import (
     leave_out_known,
     prepare,
 )
-from can_train_tasks.can.data.graphs import Floats, Ints, Split, counted, id_text
-from can_train_tasks.can.data.layout import TEST, find_logs
+from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints, Split, counted, id_text
+from can_train_tasks.can.data.layout import LOG, TEST, find_logs
 from can_train_tasks.can.data.reading import LogReader, decide_bases
 from can_train_tasks.can.evaluation import judging
 from can_train_tasks.can.evaluation.alarms import (
@@ -128,6 +128,11 @@ def _without_training_windows(trained: CanDatasetSettings, request: EvaluationDa
         flat, data.split, trained_data.flat, np.concatenate([trained_data.split.train, trained_data.split.validation])
     )
     before, after = (np.concatenate([*part.test.values()]) for part in (data.split, split))
+    if len(unseen := _held_out_ids(trained_data, flat.ids)):
+        request.reporter.notice(
+            f"{counted(len(unseen), 'CAN ID')} of these logs ({_named_ids(unseen)}) occurred in no training window, "
+            "but in those that were kept for validation and test; dataset.test_share=0 trains on more of the log"
+        )
     if len(after) == len(before):
         return data
     paths = [flat.sources[index].path for index in np.unique(flat.source[np.setdiff1d(before, after)])]
@@ -140,6 +145,24 @@ def _without_training_windows(trained: CanDatasetSettings, request: EvaluationDa
         f"{len(before) - len(after):,} of {counted(len(before), 'window')} {are} left out: {named}"
     )
     return replace(data, split=split)
+
+
+def _held_out_ids(trained: CanData, ids: Ints) -> Ints:
+    """Returns the CAN IDs among `ids` that were in the run's logs, but only in windows for validation and test."""
+    flat, split = trained.flat, trained.split
+    cut = {source.group for source in flat.sources if source.role == LOG}
+    held_out = [rows for group, rows in split.test.items() if group in cut]
+    if not held_out:
+        return ids[:0]
+    own = np.setdiff1d(_ids(flat, np.concatenate([split.validation, *held_out])), _ids(flat, split.train))
+    return ids[np.isin(ids, own)]
+
+
+def _ids(flat: FlatGraphs, rows: Ints) -> Ints:
+    """Returns the CAN IDs in windows, ascending."""
+    nodes = [flat.node_code[flat.node_ptr[row] : flat.node_ptr[row + 1]] for row in np.unique(rows)]
+    ids: Ints = flat.ids[np.unique(np.concatenate([flat.node_code[:0], *nodes]))]
+    return ids
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -451,8 +474,8 @@ class WindowEvaluation(Evaluation):
         vocabulary = np.asarray(weights.get("inputs.vocabulary", flat.ids))
         unknown = flat.ids[~np.isin(flat.ids, vocabulary)]
         if self._run.dataset.identity and len(unknown):
-            names = ", ".join(map(id_text, unknown[:_MAX_NAMED_IDS])) + (", …" if len(unknown) > _MAX_NAMED_IDS else "")
-            knows = f"The model knows {len(flat.ids) - len(unknown)} of the {len(flat.ids)} CAN IDs, not {names}"
+            known = f"{len(flat.ids) - len(unknown)} of the {len(flat.ids)}"
+            knows = f"The model knows {known} CAN IDs, not {_named_ids(unknown)}"
             notes.append(f"{knows}; a model that is trained with dataset.identity=false needs to know none")
         return [*notes, *new_id_notes(self._result, new_id_gaps(flat, self._rows, self._model.vocabulary))]
 
@@ -472,6 +495,10 @@ class WindowEvaluation(Evaluation):
         ]
         columns = window_columns(flat, rows, [folders[index] for index in folder], score, threshold)
         return {**columns, "label": labels}, rows
+
+
+def _named_ids(ids: Ints) -> str:
+    return ", ".join(map(id_text, ids[:_MAX_NAMED_IDS])) + (", …" if len(ids) > _MAX_NAMED_IDS else "")
 
 
 def _notes(threshold: Threshold, absent: Mapping[str, str]) -> list[str]:

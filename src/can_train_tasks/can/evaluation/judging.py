@@ -19,6 +19,7 @@ from can_train.config.resolved import ResolvedRun
 from can_train.errors import RunError
 from can_train.io.units import shortened
 from can_train.reporter import TextTable
+from can_train_tasks.can.data.dataset import NOTHING_TESTED
 from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints, counted
 from can_train_tasks.can.evaluation import metrics
 from can_train_tasks.can.evaluation.baselines import FOREST_SEEDS, BaselineOptions, Baselines, fit_baselines
@@ -491,6 +492,9 @@ def burst_summary(judgement: Mapping[str, Any]) -> TextTable:
 def summary_tables(judgement: Mapping[str, Any]) -> list[TextTable]:
     """Writes a judgement as one table: the model's figures in each test folder, and the best baseline there."""
     folders: Mapping[str, FolderJudgement] = judgement["test"]
+    if not folders:
+        why = f"{NOTHING_TESTED}: evaluate judges the run on another log."
+        return [TextTable(title="Nothing was judged", columns=(), rows=(), notes=(why, *_learned_notes(judgement)))]
     short = _short_names([*folders])
     rows = tuple(_summary_row(short[folder], judged) for folder, judged in folders.items())
     beaten = [row[-1] for row in rows if row[-1] != UNDEFINED]
@@ -506,12 +510,16 @@ def summary_tables(judgement: Mapping[str, Any]) -> list[TextTable]:
                    for name, bursts in timed.items() if bursts["bursts"]]  # fmt: skip
         notes += [f"Bursts of attacks in which an alarm is raised: {', '.join(alarmed)}."] * bool(alarmed)
     notes += _SUMMARY_LEGEND
-    notes += [f"{note}." for note in rare_id_notes(judgement)]
-    notes += [f"{note}." for note in learned_notes(judgement["learned"])] if "learned" in judgement else []
+    notes += _learned_notes(judgement)
     if any(short[folder] != folder for folder in folders):
         notes.append(", ".join(folders))
     title = "How well the model finds attacks in each test folder"
     return [TextTable(title=title, columns=SUMMARY_COLUMNS, rows=rows, notes=tuple(notes))]
+
+
+def _learned_notes(judgement: Mapping[str, Any]) -> list[str]:
+    learned = learned_notes(judgement["learned"]) if "learned" in judgement else []
+    return [f"{note}." for note in (*rare_id_notes(judgement), *learned)]
 
 
 def _short_names(folders: Sequence[str]) -> dict[str, str]:

@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 from can_train.config.resolved import EvaluationData, FinishedModel
 from can_train.errors import ConfigError
 from can_train.io.records import expanded
-from can_train_tasks.can.data.dataset import CanData, load_data, prepare, simulate_if_synthetic, with_notices
+from can_train_tasks.can.data.dataset import (
+    NOTHING_TESTED,
+    CanData,
+    load_data,
+    prepare,
+    simulate_if_synthetic,
+    with_notices,
+)
 from can_train_tasks.can.data.grammar import ATTACK_WORDS
 from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints
 from can_train_tasks.can.data.layout import find_evaluation_logs, unread_notes
@@ -36,6 +43,11 @@ def windows_of(
 ) -> tuple[CanData, EvaluationData]:
     """Loads windows, and completes the request as `_judged_data` does; windows of other logs are all test windows, and
     so are those of the run's logs if they are named and `splits_own` is False.
+
+    Raises:
+        ConfigError: The request changes a setting that the model or its split depends on, or asks for the run's test
+            windows, and none were kept.
+        DataError: A log cannot be read, or is too short.
     """
     trained: CanDatasetSettings = finished.run.dataset
     dataset: CanDatasetSettings = request.dataset
@@ -54,7 +66,11 @@ def windows_of(
             raise ConfigError(f"dataset.{name} cannot be changed, since {why}", value=f"{now}; the run has {before}",
                               remedy="Leave it out; --dataset names other data")  # fmt: skip
     if own_split:
-        return load_data(dataset, request.data_root, request.cache, request.reporter), replace(request, own=True)
+        data = load_data(dataset, request.data_root, request.cache, request.reporter)
+        if not data.split.test:
+            raise ConfigError(f"{NOTHING_TESTED}, so the run has no windows to judge", value=finished.run_id,
+                              remedy="Name another log: --dataset path/to/log")  # fmt: skip
+        return data, replace(request, own=True)
     dataset = read_as_trained(dataset, finished.result["judgement"])
     placed = simulate_if_synthetic(dataset, request.cache, request.reporter)
     logs = find_evaluation_logs(placed, request.data_root)

@@ -62,6 +62,11 @@ def frames_of(flat: FlatGraphs, rows: np.ndarray) -> set[int]:
     return {frame for first in flat.first_frame[rows] for frame in range(first, first + flat.window)}
 
 
+def test_a_log_without_a_test_part_is_trained_and_validated_on_whole() -> None:
+    split, _ = split_rows(graphs(BENIGN_LOG), 0.2, 0.0)
+    assert (list(split.train), list(split.validation), split.test) == ([*range(80)], [*range(80, 100)], {})
+
+
 @given(
     runs=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40)), min_size=1, max_size=6),
     window=st.integers(2, 12),

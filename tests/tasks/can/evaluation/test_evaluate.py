@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 from can_train.config.compose import RunRequest, evaluation_dataset, resolve
 from can_train.config.resolved import EvaluationData, FinishedModel, ResolvedRun
 from can_train.errors import CheckpointError, ConfigError, MissingDataError
-from can_train.reporter import SilentReporter
+from can_train.reporter import Reporter, SilentReporter
+from can_train_tasks.can.data.graphs import Frames, id_text
 from can_train_tasks.can.evaluation.evaluate import FITTED_BASELINES, WindowEvaluation, make_evaluation
 from can_train_tasks.can.evaluation.options import AlarmRule, EvaluationOptions
 from can_train_tasks.can.inputs import InputEncoder, InputStatistics
 from can_train_tasks.can.models import build_network
+from fakes.line_fit import Notices
 from fakes.random_bus import random_frames, write_log
 
 RESULT = {"judgement": {"threshold": 0.5, "threshold_rule": "max F1 on validation"}}
@@ -35,13 +37,15 @@ def finished_on(path: Path, **values: object) -> FinishedModel:
     return FinishedModel(run_id="a run", run=run, weights=weights, result=RESULT, sha256="")
 
 
-def evaluation_of(finished: FinishedModel, place: Path, dataset: Path | None, *sets: str) -> WindowEvaluation:
+def evaluation_of(
+    finished: FinishedModel, place: Path, dataset: Path | None, *sets: str, reporter: Reporter = SilentReporter()
+) -> WindowEvaluation:
     asked = EvaluationData(
         dataset=evaluation_dataset(finished.run, None if dataset is None else str(dataset), sets),
         own=dataset is None,
         data_root=place,
         cache=place / "cache",
-        reporter=SilentReporter(),
+        reporter=reporter,
         options=EvaluationOptions(),
     )
     return make_evaluation(finished, {}.__getitem__, asked)
@@ -96,6 +100,33 @@ def test_ids_that_the_model_does_not_know_are_told_of(tmp_path: Path) -> None:
     grown["inputs.embedding.weight"] = torch.zeros(len(vocabulary) + 1, finished.run.model.embedding)
     verdict = evaluation_of(replace(finished, weights=grown), tmp_path, other).judge(by_row, AlarmRule())
     assert not any("CAN IDs" in note for note in verdict.notes)
+
+
+@pytest.mark.parametrize(("test_share", "late_seed", "told"), [(0.2, 1, 3), (0.2, 2, 0), (0.0, 1, 0)])
+def test_ids_that_only_the_windows_kept_for_validation_and_test_have_are_told_of(
+    tmp_path: Path, test_share: float, late_seed: int, told: int
+) -> None:
+    early, late, other = random_frames(800, 0, 4), random_frames(200, 1, 3), random_frames(200, late_seed, 3)
+    late.timestamp[:] += early.timestamp[-1]
+    own = write_log(tmp_path / "own.csv", Frames.concatenate([early, late]))
+    finished = finished_on(own, **{"dataset.validation_share": 0.1, "dataset.test_share": test_share})
+    notices = Notices()
+    evaluation_of(finished, tmp_path, write_log(tmp_path / "other.csv", other), reporter=notices)
+    named = ", ".join(map(id_text, np.unique(other.can_id % 2**11)))
+    whole = (
+        f"{told} CAN IDs of these logs ({named}) occurred in no training window, but in those that were kept for "
+        "validation and test; dataset.test_share=0 trains on more of the log"
+    )
+    assert notices.texts == [whole] * bool(told)
+
+
+def test_a_run_that_kept_nothing_for_a_test_is_judged_on_other_logs_only(tmp_path: Path) -> None:
+    finished = finished_on(log(tmp_path / "own.csv"), **{"dataset.test_share": 0.0})
+    with pytest.raises(ConfigError, match="No part of the log was kept for a test") as error:
+        evaluation_of(finished, tmp_path, None)
+    assert error.value.remedy == "Name another log: --dataset path/to/log"
+    other = evaluation_of(finished, tmp_path, log(tmp_path / "other.csv", seed=1))
+    assert other.counted["windows"] == 50
 
 
 def test_a_model_without_ids_is_not_said_to_know_any(tmp_path: Path) -> None:
