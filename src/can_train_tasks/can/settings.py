@@ -42,6 +42,7 @@ FORMATS = (
 NUMBER_BASES = ("auto", "hex", "dec", "auto_hex", "auto_dec")
 BEHAVIOUR_FEATURES = "behaviour"
 FEATURES = (BEHAVIOUR_FEATURES, "classic")
+NOTHING_TESTED = "No part of the log was kept for a test (dataset.test_share=0)"
 TIME_UNITS = ("auto", "s", "ms", "us", "ns")
 SIZES = ("student", "teacher")  # the first is the default
 # Label values that mean: no attack. Blanks, hyphens and underscores are alike; `state`, `message` and such may follow.

@@ -39,8 +39,6 @@ MIN_PHASE_WINDOWS: Final = 10
 
 LEAST_DRIVES: Final = 3  # with at least this many benign logs, whole logs are held out for validation
 
-NOTHING_TESTED: Final = "No part of the log was kept for a test (dataset.test_share=0)"
-
 _LEAST_WINDOWS: Final = 10  # windows of a log that is long enough for training, validation and test
 
 _MAX_NAMED: Final = 3  # logs that a notice names

@@ -19,7 +19,6 @@ from can_train.config.resolved import ResolvedRun
 from can_train.errors import RunError
 from can_train.io.units import shortened
 from can_train.reporter import TextTable
-from can_train_tasks.can.data.dataset import NOTHING_TESTED
 from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints, counted
 from can_train_tasks.can.evaluation import metrics
 from can_train_tasks.can.evaluation.baselines import FOREST_SEEDS, BaselineOptions, Baselines, fit_baselines
@@ -38,7 +37,7 @@ from can_train_tasks.can.evaluation.options import Hold
 from can_train_tasks.can.evaluation.rules import RareWindows, Rules, RuleScale, learned, learned_notes
 from can_train_tasks.can.evaluation.self_check import highest_load
 from can_train_tasks.can.inputs import rare_id_notes, rare_ids, training_bases
-from can_train_tasks.can.settings import BEHAVIOUR_FEATURES
+from can_train_tasks.can.settings import BEHAVIOUR_FEATURES, NOTHING_TESTED
 
 if TYPE_CHECKING:
     from can_train_tasks.can.data.dataset import CanData

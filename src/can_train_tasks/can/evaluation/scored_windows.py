@@ -16,7 +16,6 @@ from can_train.config.resolved import EvaluationData, FinishedModel
 from can_train.errors import ConfigError
 from can_train.io.records import expanded
 from can_train_tasks.can.data.dataset import (
-    NOTHING_TESTED,
     CanData,
     load_data,
     prepare,
@@ -31,7 +30,7 @@ from can_train_tasks.can.data.reading import LogReader
 from can_train_tasks.can.data.recordings import TableText, recording_format
 from can_train_tasks.can.evaluation.live_input import choose, with_columns_of
 from can_train_tasks.can.inputs import read_as_trained
-from can_train_tasks.can.settings import CanDatasetSettings
+from can_train_tasks.can.settings import NOTHING_TESTED, CanDatasetSettings
 
 # Dataset settings that the weights of a model depend on, and dataset settings that decide which windows are tested.
 _MODEL_SETTINGS: Final = ("window", "features", "identity")

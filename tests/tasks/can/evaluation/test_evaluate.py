@@ -38,14 +38,14 @@ def finished_on(path: Path, **values: object) -> FinishedModel:
 
 
 def evaluation_of(
-    finished: FinishedModel, place: Path, dataset: Path | None, *sets: str, reporter: Reporter = SilentReporter()
+    finished: FinishedModel, place: Path, dataset: Path | None, *sets: str, reporter: Reporter | None = None
 ) -> WindowEvaluation:
     asked = EvaluationData(
         dataset=evaluation_dataset(finished.run, None if dataset is None else str(dataset), sets),
         own=dataset is None,
         data_root=place,
         cache=place / "cache",
-        reporter=reporter,
+        reporter=reporter or SilentReporter(),
         options=EvaluationOptions(),
     )
     return make_evaluation(finished, {}.__getitem__, asked)
