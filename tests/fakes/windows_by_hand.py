@@ -21,9 +21,11 @@ def windows_of(
     label: Sequence[int] | None = None,
     source: Sequence[int] | None = None,
     start_time: Sequence[float] | None = None,
+    end_time: Sequence[float] | None = None,
     sources: tuple[SourceFile, ...] = (source_file(),),
 ) -> FlatGraphs:
-    """Each window is the list of its frames' IDs; it lasts a second, and begins with the frame after the one before it.
+    """Each window is the list of its frames' IDs, and begins with the frame after the one before it. Without `end_time`
+    it lasts a second.
 
     Of the features only the counts are filled in.
     """
@@ -59,7 +61,7 @@ def windows_of(
         source=np.zeros(G, np.int32) if source is None else np.array(source, np.int32),
         first_frame=np.arange(G, dtype=np.int64) * max(map(len, frames)),
         start_time=start,
-        end_time=start + 1,
+        end_time=start + 1 if end_time is None else np.array(end_time, np.float64),
         digest=np.arange(G, dtype=np.uint64),
         ids=np.array(ids, np.int64),
         kinds=KINDS,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
-from can_train.cli.output import print_aside, print_json, print_tables, working
+from can_train.cli.output import print_aside, print_json, print_note, print_tables, working
 from can_train.errors import CanTrainError, ConfigError, unknown_name
 from can_train.reporter import COLUMNS, TextTable, wrapped
 
@@ -67,8 +67,11 @@ def signals(
 
     database = None if dbc is None else (Database.read(dbc), dbc.name)
     with working("Reading the logs"):
-        frames = [_benign_frames(log, channel or "") for log in logs]
+        read = [_benign_frames(log, channel or "") for log in logs]
+        frames = [each for each, _ in read]
         report = report_signals(frames, wanted) if database is None else report_declared(frames, wanted, *database)
+    for sentence in [sentence for _, sentences in read for sentence in sentences]:
+        print_note(sentence)
     if as_json:
         print_json(report.plain)
         return
@@ -285,7 +288,13 @@ def _parse_id(text: str) -> int:
         raise ConfigError("--id is no hexadecimal CAN ID", value=repr(text), remedy="Write it like --id 1A0") from None
 
 
-def _benign_frames(log: Path, channel: str) -> Frames:
+def _benign_frames(log: Path, channel: str) -> tuple[Frames, list[str]]:
+    """Reads the benign frames of a log; also returns sentences about its faults.
+
+    Raises:
+        ConfigError: There is no such log.
+        DataError: The log cannot be read.
+    """
     from can_train_tasks.can.data.graphs import Frames
     from can_train_tasks.can.data.reading import LogReader
     from can_train_tasks.can.settings import CanDatasetSettings
@@ -294,7 +303,8 @@ def _benign_frames(log: Path, channel: str) -> Frames:
         rule = "A log is a file, and this is a folder" if log.is_dir() else "There is no such log"
         raise ConfigError(rule, value=str(log), remedy="Name a file that candump or a logger wrote")
     try:
-        blocks = list(LogReader(log, CanDatasetSettings(path=str(log), channel=channel)).blocks())
+        reader = LogReader(log, CanDatasetSettings(path=str(log), channel=channel))
+        blocks = list(reader.blocks())
     except CanTrainError as error:
         # `signals` takes no settings of a data set.
         if "--set" in error.remedy:
@@ -303,7 +313,7 @@ def _benign_frames(log: Path, channel: str) -> Frames:
     if not blocks:
         raise ConfigError("The log has no frames", value=str(log), remedy="Name another log")
     frames = Frames.concatenate(blocks)
-    return frames[frames.label == 0]
+    return frames[frames.label == 0], reader.report.summary()
 
 
 def _messages(logs: Sequence[Frames]) -> Mapping[int, LoggedMessage]:

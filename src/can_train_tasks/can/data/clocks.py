@@ -44,7 +44,7 @@ _DOUBTFUL_SHARE: Final = 0.1
 _DIGITS: Final = {"ms": 3, "us": 0, "ns": 0}  # digits after the point by unit: microseconds, and whole numbers
 _SLOW_PERIOD_S: Final = 1.0  # at longer periods, a period of a few milliseconds in the next unit is as likely
 _MIN_FRAMES: Final = 50  # frames needed to guess a unit
-_MAX_FRAMES_PER_SECOND: Final = 30_000  # more than any bus carries: the shortest frame takes 47 µs at 1 Mbit/s
+MAX_FRAMES_PER_SECOND: Final = 30_000  # more than any bus carries: the shortest frame takes 47 µs at 1 Mbit/s
 # Seconds since 1970 have ten digits until the year 2286.
 _LARGEST_EPOCH_S: Final = 1e11
 _EPOCHS_S: Final = (9e8, 4.1e9)  # from 1998 to 2099: times that are dates
@@ -98,7 +98,7 @@ def guess_unit(ticks: Floats, can_id: NDArray[np.uint32], decimals: int) -> tupl
     span, typical = (float(np.ptp(ticks)), float(np.median(np.abs(ticks)))) if len(ticks) else (0.0, 0.0)
     unit, slowest = "s", _SLOWEST_PERIOD_S
     frames_per_tick = len(ticks) / span if span else np.inf
-    possible = [name for name, factor in TICKS_PER_SECOND.items() if frames_per_tick * factor <= _MAX_FRAMES_PER_SECOND]
+    possible = [name for name, factor in TICKS_PER_SECOND.items() if frames_per_tick * factor <= MAX_FRAMES_PER_SECOND]
     for smaller, digits in _DIGITS.items():
         if period < slowest * (_DOUBTFUL_SHARE if decimals <= digits and smaller in possible else 1.0):
             break

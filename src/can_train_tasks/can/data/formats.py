@@ -73,6 +73,7 @@ _COLUMN_NAMES: Final = {
               "ismalicious", "malicious", "isinjected", "injected", "isintrusion", "intrusion", "attacked",
               "groundtruth", "attackflag", "classlabel", "attackclass", "attacktype", "flag", "target", "category"),
     "remote": ("rtr", "remote", "isremote", "isremoteframe", "remoteframe"),
+    "error": ("iserrorframe", "errorframe", "iserror", "error"),
     "channel": ("channel", "iface", "interface", "bus", "canchannel", "caninterface", "canbus", "busid", "buschannel"),
 }  # fmt: skip
 # Names of columns of labels, and of other columns, too: their cells decide.
@@ -81,7 +82,7 @@ _UNSURE_LETTERS: Final = frozenset({"flag"})  # R and T are labels, as in Car-Ha
 # Columns of known tools that are neither read nor labels.
 _OTHER_NAMES: Final = {
     "index", "unnamed0", "no", "nr", "number", "counter", "count", "ide", "extended", "isextended", "isextendedid",
-    "isfd", "fd", "fdf", "edl", "brs", "esi", "dir", "direction", "rxtx", "flags", "error", "iserrorframe", "name",
+    "isfd", "fd", "fdf", "edl", "brs", "esi", "dir", "direction", "rxtx", "flags", "name",
     "sender", "comment", "interval", "ascii", "crc", "ack", "vehicle", "source",
 }  # fmt: skip
 # A column of one payload byte, such as `data_0`, `DATA[0]` or `byte 1`.
@@ -118,6 +119,9 @@ _LOOKS: Final = {
     "id": re.compile("(?:0[xX])?[0-9A-Fa-f]{1,9}[xXhH]?"),
     "data": re.compile(f"(?:0[xX])?(?:{BYTE}[{_DATA_SEPARATORS}]*)*|(?:[0-9]{{1,3}}[{_DATA_SEPARATORS}]*)*"),
 }
+_TRUE: Final = "(?:1|(?i:true|yes))"
+_FALSE: Final = "(?:0|(?i:false|no))"
+_TRUTH_VALUE: Final = re.compile(f"(?:{_TRUE}|{_FALSE})?")
 _CAR_HACKING_COLUMNS: Final = 3 + MAX_PAYLOAD_BYTES  # time, ID, DLC and bytes; most logs have a label, too
 _HYDRA_WORDS: Final = frozenset({"true", "false", "null", "inf", "nan"})
 _SHOWN_COLUMNS: Final = 6  # columns that a note names
@@ -165,6 +169,9 @@ class _Header:
             recognised["id"] = [next((column for column in of_ids if not _grows(self.cells[column])), of_ids[0])]
         if of_labels := recognised.get("label"):
             recognised["label"] = [column for column in of_labels if self._has_labels(column)][:1]
+        # Other tools have counts or texts of errors in such a column.
+        recognised["error"] = [column for column in recognised.get("error", ())
+                               if all(map(_TRUTH_VALUE.fullmatch, self.cells[column]))]  # fmt: skip
         self.roles = {role: columns for role, columns in (named | recognised).items() if columns}
         self.missing = [role for role in _REQUIRED_ROLES if role not in self.roles]
         taken = [column for columns in self.roles.values() for column in columns]
@@ -187,6 +194,21 @@ class _Header:
         known = _OTHER_NAMES | {name for role, names in _COLUMN_NAMES.items() if role != "label" for name in names}
         return [name for column, name in self.unrecognised.items()
                 if plain_name(name) not in known and not _grows(self.cells[column])]  # fmt: skip
+
+    @property
+    def any_cell(self) -> str:
+        """The pattern of a cell of any content."""
+        # Quotes around the delimiter, doubled quotes inside quotes: both are runs of unquoted and quoted text.
+        return f'(?:[^"{self.delimiter}]|"[^"]*")*'
+
+    @property
+    def error_frame(self) -> str:
+        """The pattern of the rows of error frames; empty where no column marks them."""
+        if "error" not in self.roles:
+            return ""
+        (column,) = self.roles["error"]
+        before = column * f"{self.any_cell}{self.delimiter}"
+        return f'^{before}[ "]*{_TRUE}[ "]*(?:{self.delimiter}|[ \\r]*$)'
 
     def name_of(self, role: str) -> str:
         """Returns the name of a role's column, the first of several."""
@@ -275,6 +297,7 @@ def _columns_grammars(header: _Header, sample: pl.Series, settings: CanDatasetSe
         unit_known=bool(unit),
         any_character=f'[^"{header.delimiter}]',
         header=header.line,
+        error_frame=header.error_frame,
         assumption=". ".join(map(str, texts.notes())),
     )
     if "label" not in roles:
@@ -354,8 +377,8 @@ class NumberTexts:
         ids = fields["id"].drop_nulls().unique()
         cells = pl.concat([fields[name] for name in fields.columns if name.startswith("data")]).unique().drop_nulls()
         numbers = cells.str.extract_all(r"\b[0-9A-Fa-fxX]+(?:\.0)?\b")
-        # Four digits are more than a byte has.
-        texts = numbers.explode().drop_nulls().str.head(4).unique().to_list()
+        # Four digits are more than a byte has; pandas writes three as `171.0`.
+        texts = numbers.explode().drop_nulls().str.head(5).unique().to_list()
         return replace(
             self,
             ids=self.ids | {*ids.filter(ids.str.contains("^(?:0[xX])?[0-9A-Fa-f]+[xXhH]?$")).to_list()},
@@ -480,19 +503,19 @@ def too_large_for_hexadecimal(ids: pl.Series) -> bool:
 # Patterns of a column with one byte, whose number stands for N, and of a column with the payload.
 _HEX_DATA: Final = (f"(?:0[xX])?(?P<data_N>{CELL})", _CONTENT["data"])
 _DECIMAL_DATA: Final = (
-    f"(?P<data_N>{DECIMAL_CELL})(?:\\.0)?",
+    f"(?P<data_N>{DECIMAL_CELL})(?:\\.0|(?i:nan))?",  # as pandas writes numbers beside empty cells
     rf"[\[(]?(?P<data>(?:[0-9]{{1,3}}[{_DATA_SEPARATORS}]*)*)[\])]?",
 )
 
 
 def _row_cells(header: _Header, id_content: str, data_content: tuple[str, str]) -> list[str]:
-    # Quotes around the delimiter, doubled quotes inside quotes: both are runs of unquoted and quoted text.
-    any_cell = f'(?:[^"{header.delimiter}]|"[^"]*")*'
+    any_cell = header.any_cell
     contents = {
         **_CONTENT,
         "id": id_content,
         "data": data_content[1],
-        "remote": f'(?:(?P<remote>1|(?i:true|yes))|[^"{header.delimiter}]*?)',
+        "remote": f'(?:(?P<remote>{_TRUE})|[^"{header.delimiter}]*?)',
+        "error": f"{_FALSE}?",
         "channel": f'(?P<channel>[^"{header.delimiter}]*?)',
     }
     cells = [any_cell for _ in header.names]

@@ -93,6 +93,9 @@ _CHUNK_FRAMES: Final = 2**15
 # Frames that are compared with earlier frames at a time; between two such blocks, surplus IDs are forgotten.
 _COMPARED_FRAMES: Final = 2**16
 _MILLISECONDS: Final = 1000.0  # in a second
+# A step of a log's clock by at least this is a pause of the recording, or a clock that was set: no bus is silent for so
+# long, and the time counts as no traffic.
+PAUSE_S: Final = 10.0
 
 
 @dataclass(frozen=True, eq=False)

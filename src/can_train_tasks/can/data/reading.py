@@ -19,7 +19,14 @@ import polars as pl
 from numpy.typing import NDArray
 
 from can_train.errors import DataError
-from can_train_tasks.can.data.clocks import CLOCK_JITTER_S, MOST_ROWS, LogClock, are_differences, may_be_differences
+from can_train_tasks.can.data.clocks import (
+    CLOCK_JITTER_S,
+    MAX_FRAMES_PER_SECOND,
+    MOST_ROWS,
+    LogClock,
+    are_differences,
+    may_be_differences,
+)
 from can_train_tasks.can.data.formats import (
     NO_ROWS,
     NumberTexts,
@@ -38,7 +45,7 @@ from can_train_tasks.can.data.grammar import (
     label_word,
     parse_rows,
 )
-from can_train_tasks.can.data.graphs import BENIGN, MAX_KINDS, Frames, Ints, counted, named_id, too_many_kinds
+from can_train_tasks.can.data.graphs import BENIGN, MAX_KINDS, PAUSE_S, Frames, Ints, counted, named_id, too_many_kinds
 from can_train_tasks.can.data.log_text import BLOCK_BYTES, LogText, TextSample
 from can_train_tasks.can.data.recordings import Recording, TableText, recording_format
 from can_train_tasks.can.data.sidecars import find_sidecar
@@ -48,6 +55,7 @@ TIME_RUNS_BACKWARDS: Final = f"time runs backwards by more than {CLOCK_JITTER_S 
 MAX_JITTER_SHARE: Final = 0.5  # share of the frames that may step back by a clock's jitter; above, a log is reversed
 _HEADING_LINES: Final = 100  # lines that tell the base and the columns of a log
 _MIN_CLOCK_FRAMES: Final = 50  # frames that no bus sends within one step of a clock
+_USUAL_ROWS_A_PAUSE: Final = 100  # rows between two pauses, at least
 _MAX_EXAMPLES: Final = 3
 _MAX_CHANNELS: Final = 4  # channels that a notice names
 _MAX_LOST: Final = 6  # CAN IDs, and labels, of malformed rows that a notice names
@@ -442,6 +450,10 @@ class ReadReport:
     backwards: int = 0  # frames that step back in time by more than `CLOCK_JITTER_S`; not left out
     jitter: int = 0  # frames that step back in time by less; not left out
     largest_jitter_s: float = 0.0
+    traffic_s: float = 0.0  # sum of the steps ahead in time, without pauses
+    pauses: int = 0  # steps ahead by `PAUSE_S` or more
+    paused_s: float = 0.0  # sum of the pauses
+    first_pause_line: int = 0
     examples: list[RowProblem] = field(default_factory=list)  # the first bad rows, in the order of the file
     error_frames: int = 0  # error frames, left out; not malformed
     xl_frames: int = 0  # CAN XL frames, left out; not malformed
@@ -469,7 +481,8 @@ class ReadReport:
     def add_rows(self, rows: ParsedRows, lines: Sequence[str] | pl.Series, first_line: int, previous_s: float) -> None:
         """Counts one block, whose first line has the number `first_line`, after a frame of time `previous_s`."""
         # Rounded to the microseconds of logs: differences of float64 times near 10^9 s have errors of about 10^-7 s.
-        step_s = np.round(np.diff(rows.timestamp, prepend=previous_s), 6)
+        exact_s = np.diff(rows.timestamp, prepend=previous_s)
+        step_s = np.round(exact_s, 6)
         backwards = rows.position[step_s < -CLOCK_JITTER_S]
         jitter_s = -step_s[(step_s < 0) & (step_s >= -CLOCK_JITTER_S)]
         if self.may_be_differences and len(self.first_times) < MOST_ROWS:
@@ -492,6 +505,11 @@ class ReadReport:
         self.backwards += len(backwards)
         self.jitter += len(jitter_s)
         self.largest_jitter_s = max(self.largest_jitter_s, jitter_s.max(initial=0.0))
+        self.traffic_s += float(exact_s[(step_s >= -CLOCK_JITTER_S) & (step_s < PAUSE_S)].sum())
+        if len(pauses := np.flatnonzero((step_s >= PAUSE_S) & np.isfinite(step_s))):
+            self.first_pause_line = self.first_pause_line or first_line + int(rows.position[pauses[0]])
+            self.pauses += len(pauses)
+            self.paused_s += float(step_s[pauses].sum())
         wanted = _MAX_EXAMPLES - len(self.examples)
         bad = [*rows.malformed.select("position", "line", "reason").head(wanted).iter_rows()]
         bad += [(position, lines[position], TIME_RUNS_BACKWARDS) for position in backwards[:wanted].tolist()]
@@ -624,4 +642,23 @@ class ReadReport:
         if self.jitter:
             by = f"by at most {self.largest_jitter_s * 1000:.1f} ms"
             sentences.append(f"{name}: time steps back at {counted(self.jitter, 'row')}, {by}; the order was kept")
+        return [*sentences, *self._about_the_clock()]
+
+    def _about_the_clock(self) -> list[str]:
+        """Says where the log pauses, and whether it has more frames a second than a bus carries."""
+        name, sentences = self.path.name, list[str]()
+        # Logs of slow buses have such steps everywhere.
+        if self.pauses and self.traffic_s > 0 and self.frames > _USUAL_ROWS_A_PAUSE * self.pauses:
+            first = "" if self.pauses == 1 else "first "
+            sentences.append(
+                f"{name}: time jumps ahead by {PAUSE_S:g} s or more at {counted(self.pauses, 'row')}, {first}at line "
+                f"{self.first_pause_line:,}, by {self.paused_s:,.0f} s in all: that time counts as no traffic"
+            )
+        buses = 1 if self.chosen_channel else max(len(self.channels), 1)
+        per_second = self.frames / self.traffic_s if self.traffic_s else 0.0
+        if self.frames >= _MIN_CLOCK_FRAMES and per_second > buses * MAX_FRAMES_PER_SECOND:
+            sentences.append(
+                f"{name}: {per_second:,.0f} frames a second are more than a bus carries ({MAX_FRAMES_PER_SECOND:,}): "
+                "its times may be in another unit, such as days; write them in seconds"
+            )
         return sentences

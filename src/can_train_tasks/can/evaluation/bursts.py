@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, cast
 
 import numpy as np
 
-from can_train_tasks.can.data.graphs import Bools, Floats, Ints
+from can_train_tasks.can.data.graphs import PAUSE_S, Bools, Floats, Ints
 from can_train_tasks.can.evaluation.options import AlarmRule, Hold
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ SECONDS_PER_HOUR: Final = 3600.0
 # Seconds. Attack windows, or alarms, with a shorter gap belong together: attackers send at intervals, so that a window
 # between two injected frames may be benign, and one alarm is enough for all of them.
 JOIN_S: Final = 1.0
+# A window that lasts `PAUSE_S`, and this many times as long as the median window, has a pause: slow buses have long
+# windows.
+PAUSE_WINDOWS: Final = 10
 DRAWS: Final = 1000  # draws of the bootstrap: the ends of an interval then vary by about a twentieth of its width
 DRAWS_AT_A_TIME: Final = 100  # draws in memory together, to bound memory where a log has ten thousand blocks
 CONFIDENCE: Final = 0.95  # confidence of an interval
@@ -71,9 +74,9 @@ class Timeline:
     """Windows of one test folder in their order.
 
     Attributes:
-        segment: [R] number of the window's segment, a stretch of windows without a gap.
+        segment: [R] number of the window's segment, windows without a gap, a pause or a clock that was set.
         start_s: [R] time of the window's first frame.
-        end_s: [R] time of the window's last frame.
+        end_s: [R] time of the window's last frame; with a pause or a clock that was set, as if the window were usual.
         is_attack: [R] the truth.
         benign_s: [R] seconds of benign traffic that the window adds; 0 for attacks.
     """
@@ -96,13 +99,20 @@ class Timeline:
         # A window lasts until the next window begins, if that window overlaps it or follows at once; otherwise until
         # its last frame. Some logs step back in time between windows.
         until = np.append(np.where(adjoining, start[1:], end[:-1]), end[-1:])
-        seconds = np.where(flat.label[rows] == 0, np.maximum(until - start, 0.0), 0.0)
+        seconds = np.maximum(until - start, 0.0)
+        usual_s = np.zeros(len(rows))
+        for source in np.unique(flat.source[rows]):
+            of_log = flat.source[rows] == source
+            usual_s[of_log] = np.median(seconds[of_log])
+        paused = np.maximum(seconds, end - start) > np.maximum(PAUSE_S, PAUSE_WINDOWS * usual_s)
+        set_back = end < start
+        apart |= paused[:-1] | (np.diff(start) < 0)
         return cls(
             segment=np.cumsum(np.append(np.zeros(min(len(rows), 1), np.int64), apart)),
             start_s=start,
-            end_s=end,
+            end_s=np.where(paused | set_back, start + usual_s, end),
             is_attack=flat.label[rows] > 0,
-            benign_s=seconds,
+            benign_s=np.where(flat.label[rows] == 0, np.where(paused, usual_s, seconds), 0.0),
         )
 
     def groups(self, positions: Ints) -> Ints:

@@ -47,7 +47,7 @@ def read(path: Path, block_bytes: int = 1 << 20, **wanted: object) -> tuple[LogR
 def test_two_interfaces_are_said_with_a_remedy_that_works(name: str, tmp_path: Path) -> None:
     used = write(tmp_path / "log", name, [0, 0, 1, 0, 1] * 20)
     reader, frames = read(tmp_path / "log")
-    (note,) = reader.report.summary()
+    note = reader.report.summary()[0]
     assert len(frames) == 100
     assert f"{used[0]} (60 frames), {used[2]} (40 frames)" in note
     chosen = note.partition("--set dataset.channel=")[2].rstrip("`")

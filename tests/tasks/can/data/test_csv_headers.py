@@ -116,6 +116,8 @@ def test_the_base_of_ids_can_be_named(id_base: str, can_id: int) -> None:
         (["0,16", "255,1"], "0010", False),  # three digits
         (["016,099", "255,001"], "1063", False),
         (["5.0,16.0", "7.0,"], "0510", False),  # as pandas writes numbers among empty cells
+        (["5.0,171.0", "7.0,"], "05ab", False),
+        (["5.0,171.0", "7.0,NaN"], "05ab", False),
         (["16,0a", "10,00"], "160a", False),
         (["16,5", "10,f"], "1605", False),
         (["16,05", "10,00"], "1605", False),  # decimal numbers have no leading zero
@@ -291,6 +293,19 @@ def test_any_true_word_of_several_labels_is_an_attack() -> None:
 def test_a_label_column_with_too_many_values_is_refused() -> None:
     with pytest.raises(DataError, match=r"more than 255 kinds of attack.*\n.*dataset.columns.label"):
         LabelEncoder([], "attack").codes(pl.Series([f"kind {i}" for i in range(300)]))
+
+
+@pytest.mark.parametrize("name", ["is_error_frame", "error_frame", "IsError", "error"])
+@pytest.mark.parametrize(("no", "yes"), [("0", "1"), ("False", "True"), ("", "yes")])
+def test_rows_of_error_frames_are_left_out_and_counted(name: str, no: str, yes: str) -> None:
+    rows = [f"1.5,1A0,{no},2,0102,0", f"1.6,1A0,{yes},0,,0", f'1.7,1A0,"{yes}",8,0000000000000000,0', "1.8,1A0,x,1,0,0"]
+    read = parse_rows(pl.Series(rows), grammars("\n".join([f"time,id,{name},dlc,data,label", *rows[:3]]))[0])
+    assert (list(read.position), read.error_frames) == ([0], 2)
+    assert read.malformed["position"].to_list() == [3]
+
+
+def test_a_column_of_numbers_of_errors_marks_no_frame() -> None:
+    assert first_frame("time,id,error,data\n1.5,1A0,1,0102\n1.6,1A0,17,0102")[:3] == (1.5, 0x1A0, "0102")
 
 
 def test_a_frame_that_is_not_remote_must_have_its_bytes() -> None:

@@ -524,6 +524,31 @@ def test_steps_back_of_ten_milliseconds_are_told_and_not_counted(tmp_path: Path)
     assert "time steps back at 25 rows, by at most 10.0 ms" in done.reader.report.summary()[0]
 
 
+@pytest.mark.parametrize("block_bytes", [1, 10**6])
+def test_pauses_are_told_with_their_line_and_their_time(block_bytes: int, tmp_path: Path) -> None:
+    start = 1_700_000_000_000_000
+    drives = [Message(start + day * 86_400_000_000 + 10_000 * i, 1) for day in (0, 1, 3) for i in range(150)]
+    done = read(write_log(tmp_path / "log.csv", car_hacking(drives)), block_bytes=block_bytes)
+    (told,) = done.reader.report.summary()
+    jumps = "log.csv: time jumps ahead by 10 s or more at 2 rows, first at line 151, by 259,197 s in all"
+    assert told == f"{jumps}: that time counts as no traffic"
+
+
+def test_a_slow_bus_has_no_pauses(tmp_path: Path) -> None:
+    slow = [Message(30_000_000 * i, 1 + i % 3) for i in range(40)]
+    assert read(write_log(tmp_path / "log.csv", car_hacking(slow))).reader.report.summary() == []
+
+
+def test_more_frames_than_a_bus_carries_are_told(tmp_path: Path) -> None:
+    rows = [f"{44087.5 + i * 0.001 / 86400:.12f},{0x1A0 + i % 9:03X},0102\n" for i in range(200)]
+    done = read(write_log(tmp_path / "log.csv", "timestamp,id,data\n" + "".join(rows)))
+    (told,) = done.reader.report.summary()
+    assert told.endswith(
+        "frames a second are more than a bus carries (30,000): its times may be in another unit, such as days; write "
+        "them in seconds"
+    )
+
+
 @pytest.mark.parametrize(
     "text", ["", "\n\n", "\ufeff", "# only\n# comments\n", "timestamp,arbitration_id,data_field,attack\n"]
 )

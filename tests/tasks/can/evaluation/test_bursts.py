@@ -42,6 +42,33 @@ def test_no_burst_reaches_from_one_log_into_the_next():
     assert timeline([1, 1, 1], seconds=1.0, source=[0, 0, 1]).bursts().tolist() == [0, 0, 1]
 
 
+@pytest.mark.parametrize("shift_s", [86_400.0, 1.6e9, -100.0], ids=["a pause", "a clock that is set", "a restart"])
+@pytest.mark.parametrize("inside", [False, True], ids=["between windows", "within a window"])
+def test_a_jump_of_the_clock_ends_a_burst_and_adds_no_time(shift_s, inside):
+    label = [0, 1, 1, 0, 0, 0, 1, 0]
+    start = np.arange(8.0)
+    end = start + 1.0
+    start[4:] += shift_s
+    end[3 if inside else 4 :] += shift_s
+    flat = windows_of([WINDOW] * 8, label=label, start_time=start, end_time=end)
+    jumped, usual = Timeline.of(flat, np.arange(8)), timeline(label, seconds=1.0)
+    assert jumped.segment.tolist() == [0] * 4 + [1] * 4
+    assert jumped.bursts().tolist() == usual.bursts().tolist()
+    assert jumped.benign_s.sum() == pytest.approx(usual.benign_s.sum(), abs=1.0)
+    assert (jumped.end_s - jumped.start_s).tolist() == [1.0] * 8
+    alarms = flags("10000001")
+    before, after = (burst_figures(each, alarms, 0.5, EACH_WINDOW) for each in (usual, jumped))
+    assert after["false_events"] == before["false_events"] == 1
+    assert after["latency_s"] == before["latency_s"]
+
+
+def test_a_silence_of_seconds_is_time_of_the_bus():
+    start = np.array([0.0, 1.0, 2.0, 11.0, 12.0])
+    flat = windows_of([WINDOW] * 5, start_time=start)
+    silent = Timeline.of(flat, np.arange(5))
+    assert (silent.segment.max(), silent.benign_s.sum()) == (0, 13.0)
+
+
 @pytest.mark.parametrize(
     ("hold", "raised"),
     [
