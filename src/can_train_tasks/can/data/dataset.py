@@ -170,10 +170,14 @@ def _split(dataset: CanDatasetSettings, logs: Sequence[HashedLog], flat: FlatGra
     # The cache may have been made when the logs had other paths.
     here = [replace(source, path=str(log.log.path)) for source, log in zip(flat.sources, logs, strict=True)]
     flat = replace(flat, sources=tuple(here))
-    # Logs with equal frames in different notations are copies, too.
+    # Logs with equal frames in different notations are copies, too. The copy whose labels mark most attacks is taken:
+    # some copies of published recordings have no labels.
     by_frames = [replace(log, sha256=source.frames_digest) for log, source in zip(logs, here, strict=True)]
-    unique, copied = drop_duplicates(by_frames)
-    remaining = [by_frames.index(log) for log in unique]
+    attacks = np.bincount(flat.source[flat.label > 0], minlength=len(here))
+    ranked = sorted(range(len(here)), key=lambda index: (-attacks[index], not here[index].labelled))
+    unique, copied = drop_duplicates([by_frames[index] for index in ranked])
+    remaining = sorted(by_frames.index(log) for log in unique)
+    copied += _other_labels(by_frames, [int(count) for count in attacks])
     split, cut = split_rows(flat, dataset.validation_share, dataset.test_share, remaining)
     split, repeated = leave_out_known(flat, split, flat, np.concatenate([split.train, split.validation]))
     notices = [*flat.notices, *copied, *cut, *repeated]
@@ -184,6 +188,22 @@ def _split(dataset: CanDatasetSettings, logs: Sequence[HashedLog], flat: FlatGra
     for notice in notices:
         reporter.notice(notice)
     return CanData(flat=flat, split=split, notices=tuple(notices))
+
+
+def _other_labels(logs: Sequence[HashedLog], attacks: Sequence[int]) -> list[str]:
+    """Names the copies whose labels mark other numbers of attack windows than the copy that is taken."""
+    by_frames: dict[tuple[str, str], list[int]] = {}
+    for index, hashed in enumerate(logs):
+        by_frames.setdefault((hashed.log.group if hashed.log.role == TEST else "", hashed.sha256), []).append(index)
+    sentences = []
+    for copies in by_frames.values():
+        taken = max(copies, key=lambda index: attacks[index])
+        marked = [f"{logs[each].log.path.name} {attacks[each]:,}" for each in copies if attacks[each] != attacks[taken]]
+        if marked:
+            name = logs[taken].log.path.name
+            fact = f"{name} was taken, whose labels mark {counted(attacks[taken], 'attack window')}"
+            sentences.append(f"Copies of one recording have different labels: {fact}; {', '.join(marked)}")
+    return sentences
 
 
 def _first_names(paths: Sequence[str]) -> str:

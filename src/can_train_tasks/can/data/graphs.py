@@ -137,7 +137,7 @@ def named_id(can_id: int, *, decimal: bool) -> str:
     return f"ID {id_text(can_id)}" + (f" (in the log: {can_id})" if decimal else "")
 
 
-_SINGULAR: Final = {"are": "is", "were": "was", "have": "has"}
+_SINGULAR: Final = {"are": "is", "were": "was", "have": "has", "mark": "marks"}
 
 
 def counted(count: int, noun: str, verb: str = "") -> str:

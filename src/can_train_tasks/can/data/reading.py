@@ -48,7 +48,7 @@ from can_train_tasks.can.data.grammar import (
 from can_train_tasks.can.data.graphs import BENIGN, MAX_KINDS, PAUSE_S, Frames, Ints, counted, named_id, too_many_kinds
 from can_train_tasks.can.data.log_text import BLOCK_BYTES, LogText, TextSample
 from can_train_tasks.can.data.recordings import Recording, TableText, recording_format
-from can_train_tasks.can.data.sidecars import find_sidecar
+from can_train_tasks.can.data.sidecars import Injection, find_sidecar
 from can_train_tasks.can.settings import MISSING_WORDS, RECORDINGS, CanDatasetSettings
 
 TIME_RUNS_BACKWARDS: Final = f"time runs backwards by more than {CLOCK_JITTER_S * 1000:g} ms"
@@ -338,6 +338,7 @@ class LogReader:
             notes=notes,
             decimal_ids=self.id_base == "dec",
             may_be_differences=self._grammar is not None and may_be_differences(self._grammar),
+            marked=Counter(dict.fromkeys(self._sidecar.injections if self._sidecar else (), 0)),
             other_columns=self._log.other_columns if isinstance(self._log, _TextLog) and not self._sidecar else "",
         )
 
@@ -350,6 +351,7 @@ class LogReader:
         frames = Frames(rows.timestamp, rows.can_id, rows.length, rows.payload, label)
         for injection in self._sidecar.injections if self._sidecar else ():
             marked = injection.marks(frames, self._start_s or 0.0)
+            self.report.marked[injection] += int(np.count_nonzero(marked))
             if marked.any():
                 label[marked] = self._encoder.code(injection.kind)
         return frames
@@ -472,6 +474,8 @@ class ReadReport:
     chosen_channel: str = ""  # the only channel that was read; empty: all channels were read
     base_notes: Sequence[str] = ()  # sentences about the bases of numbers, which name the log
     notes: list[str] = field(default_factory=list)  # other sentences for the user
+    # Frames that each attack of a file beside the log marks.
+    marked: Counter[Injection] = field(default_factory=Counter)
 
     @property
     def bad_share(self) -> float:
@@ -608,6 +612,12 @@ class ReadReport:
             if self.chosen_channel:
                 done = f"only {self.chosen_channel} was read"
             sentences.append(f"{name}: its frames are of {self._named_channels()}: {done}")
+        if unmarked := [str(injection) for injection, count in self.marked.items() if not count]:
+            attacks = counted(len(unmarked), "attack", "mark")
+            named = "; ".join(unmarked[:_MAX_EXAMPLES]) + ("; …" if len(unmarked) > _MAX_EXAMPLES else "")
+            sentences.append(
+                f"{name}: {attacks} no frame ({named}): correct the times (seconds), IDs (hexadecimal) or payloads"
+            )
         if self.error_frames:
             sentences.append(f"{name}: {counted(self.error_frames, 'error frame', 'were')} left out")
         if self.xl_frames:

@@ -39,6 +39,15 @@ class Injection:
     digits: str  # hexadecimal digits of the payload, `_ANY` for any digit; empty: any payload
     kind: str
 
+    def __str__(self) -> str:
+        ids = ", ".join(f"{can_id:03X}" for can_id in sorted(self.can_ids))
+        parts = [
+            f"{self.begin_s:.15g} to {self.end_s:.15g} s",
+            f"ID {ids}" if ids else "",
+            self.digits and f"payload {self.digits}",
+        ]
+        return ", ".join(filter(None, parts))
+
     def marks(self, frames: Frames, start_s: float) -> Bools:
         """Returns whether each frame [M] belongs to the attack; `start_s` is the time of the log's first frame."""
         begin_s = 0.0 if self.begin_s >= _LEAST_EPOCH_S else start_s

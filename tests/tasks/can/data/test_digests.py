@@ -122,6 +122,22 @@ def test_two_copies_of_a_drive_in_a_folder_are_one_log(tmp_path: Path) -> None:
     assert data.notices == ("Left out as copies of other logs: logs/b.csv.gz",)
 
 
+@pytest.mark.parametrize("names", [("a.log", "b.csv"), ("b.log", "a.csv")], ids=" ".join)
+def test_of_two_copies_the_one_whose_labels_mark_attacks_is_taken(names: tuple[str, str], tmp_path: Path) -> None:
+    bare, labelled = names
+    log = drive(tmp_path / "logs" / labelled, seed=1, role=LOG)
+    twin = replace(copy(log, tmp_path / "logs" / bare, "candump"), role=LOG, group=bare)
+    data = prepared(sorted([log, twin], key=lambda each: each.path), tmp_path)
+    assert list(data.split.test) == [labelled]
+    assert data.flat.label[data.split.train].any()
+    attacks = int((data.flat.label > 0).sum())
+    taken = f"{labelled} was taken, whose labels mark {attacks} attack windows; {bare} 0"
+    assert data.notices == (
+        f"Left out as copies of other logs: logs/{bare}",
+        f"Copies of one recording have different labels: {taken}",
+    )
+
+
 def test_windows_that_occur_in_training_are_counted_and_left_out(tmp_path: Path) -> None:
     log = drive(tmp_path / "train_01" / "a.csv", seed=1)
     other = drive(tmp_path / "test_01" / "b.csv", seed=2, role=TEST)

@@ -130,6 +130,26 @@ def test_labels_in_the_log_go_before_those_beside_it(tmp_path: Path) -> None:
     assert (reader.format, reader.labelled, attacks) == ("candump_labelled", True, [])
 
 
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ({"injection_id": "790", "injection_interval": [1.0, 2.0]}, "1 to 2 s, ID 790"),
+        ({"injection_id": "0x316", "injection_interval": [1000, 2000]}, "1000 to 2000 s, ID 316"),
+        ({"injection_data_str": "XXEE", "injection_interval": [1.0, 2.0]}, "1 to 2 s, payload XXEE"),
+    ],
+)
+def test_an_attack_that_marks_no_frame_is_told(entry: dict[str, object], told: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "drive.log")
+    (tmp_path / "capture_metadata.json").write_text(json.dumps({"drive": entry}))
+    reader, _, attacks = read(path)
+    assert attacks == []
+    (said,) = reader.report.summary()[1:]
+    assert (
+        said
+        == f"drive.log: 1 attack marks no frame ({told}): correct the times (seconds), IDs (hexadecimal) or payloads"
+    )
+
+
 @pytest.mark.parametrize("content", ["[]", "{", "{}", '{"other": {}}', '{"drive": 7}', '{"drive": []}', "[" * 9_000])
 def test_other_files_beside_a_log_say_nothing(content: str, tmp_path: Path) -> None:
     path = write(tmp_path / "drive.log")
