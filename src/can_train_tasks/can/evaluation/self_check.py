@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +23,7 @@ CHECKED_LINES: Final = 200  # lines that a share of unreadable lines is computed
 UNREADABLE_SHARE: Final = 0.1
 STRANGE_S: Final = 2.0  # time and frames without an ID that training knew, after which a bus is called unknown
 STRANGE_FRAMES: Final = 100
+BACK_S: Final = 0.1  # a clock that steps back by more was set; interfaces that a recorder merges step back by less
 LOAD_S: Final = 1.0  # time over which a bus load is measured
 LOAD_MARGIN: Final = 1.2  # a bus may carry this many times as many frames a second as in the benign training drives
 
@@ -141,24 +143,33 @@ class LoadCheck:
 
     def __init__(self, usual: float | None) -> None:
         self._usual = usual
-        self._begin_s: float | None = None  # beginning of the second that is counted
+        self._begin_s = self._last_s = np.inf  # beginning of the second that is counted; time of the latest frame
         self._count = 0
         self._is_told = False
 
     def see(self, times: Floats) -> Iterator[Finding]:
-        """Takes the times [M] of the next frames."""
+        """Takes the times [M] of the next frames; how they are divided into calls changes nothing."""
         if self._usual is None:
             return
-        if self._begin_s is None or times[0] < self._begin_s:
-            self._begin_s, self._count = float(times[0]), 0
+        back = np.flatnonzero(np.diff(times, prepend=self._last_s) < -BACK_S)
+        bounds = [0, *back.tolist(), len(times)]
+        for begin, end in pairwise(bounds):
+            if begin in back:
+                # The clock was set back: a second that is counted across would have frames of two seconds.
+                self._begin_s, self._count = float(times[begin]), 0
+            if begin < end:
+                yield from self._see(times[begin:end], self._usual)
+        self._last_s = float(times[-1])
+
+    def _see(self, times: Floats, usual: float) -> Iterator[Finding]:
         seconds = np.maximum((times - self._begin_s) // LOAD_S, 0)
         numbers, counts = np.unique(seconds, return_counts=True)
         if numbers[0] == 0:
             counts[0] += self._count
         else:
-            yield from self._judge(self._begin_s, self._count, self._usual)
+            yield from self._judge(self._begin_s, self._count, usual)
         for number, count in zip(numbers[:-1].tolist(), counts[:-1].tolist(), strict=True):
-            yield from self._judge(self._begin_s + number * LOAD_S, count, self._usual)
+            yield from self._judge(self._begin_s + number * LOAD_S, count, usual)
         self._begin_s, self._count = self._begin_s + float(numbers[-1]) * LOAD_S, int(counts[-1])
 
     def _judge(self, begin_s: float, count: int, usual: float) -> Iterator[Finding]:

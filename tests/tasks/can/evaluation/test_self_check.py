@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,6 +95,15 @@ def test_a_load_above_the_benign_drives_is_told_once_in_pieces_of_any_size() -> 
         assert [round(each.record["time"]) for each in found] == [11, 31]
         assert found[0].record["frames_per_s"] == 2_000.0
     assert list(LoadCheck(None).see(times)) == []
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+@pytest.mark.parametrize("back_s", [0.3, 2.5, 86_400.0])
+def test_a_clock_that_is_set_back_adds_no_load(size: int, back_s: float) -> None:
+    drive = np.arange(0.0, 5.0, 0.001)
+    times = np.concatenate([drive, drive + 5.0 - back_s])
+    check = LoadCheck(1_000.0)
+    assert [told for start in range(0, len(times), size) for told in check.see(times[start : start + size])] == []
 
 
 def test_the_highest_load_of_training_is_over_a_second_of_a_benign_drive(tmp_path: Path) -> None:
