@@ -12,7 +12,9 @@ from can_train.fit import random_state
 from can_train.fit.random_state import (
     Generators,
     Snapshot,
+    buffer_names,
     capture_generators,
+    load_weights,
     restore_generators,
     seed_everything,
     step_generator,
@@ -126,6 +128,55 @@ def test_a_buffer_that_was_made_in_the_pass_is_gone_again() -> None:
     snapshot.restore()
     assert model.cache is None
     assert "cache" not in model.state_dict()
+
+
+class Registering(nn.Module):
+    """Registers a buffer in its first pass."""
+
+    def __init__(self, declared: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        if declared:
+            self.register_buffer("seen", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(self, "seen", None) is None:
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.seen += len(x)
+        return self.layer(x)
+
+
+def test_a_buffer_that_was_registered_in_the_pass_is_gone_again() -> None:
+    model = nn.Sequential(Registering())
+    snapshot = Snapshot(model, CPU)
+    model(torch.ones(2, 3))
+    snapshot.restore()
+    assert buffer_names(model) == set()
+    model(torch.ones(5, 3))
+    assert model.get_buffer("0.seen") == 5
+    released = Snapshot(model, CPU)
+    released.release()
+    released.restore()
+    assert buffer_names(model) == {"0.seen"}
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_buffer_that_the_first_pass_makes_is_loaded_into_a_new_model(declared: bool) -> None:
+    model = nn.Sequential(Registering(declared))
+    model(torch.ones(5, 3))
+    fresh = nn.Sequential(Registering(declared))
+    load_weights(fresh, model.state_dict(), made=[] if declared else ["0.seen"])
+    assert fresh.state_dict().keys() == model.state_dict().keys()
+    assert fresh.get_buffer("0.seen") == 5
+    fresh(torch.ones(1, 3))
+    assert (fresh.get_buffer("0.seen"), model.get_buffer("0.seen")) == (6, 5)
+
+
+@pytest.mark.parametrize("name", ["0.seen", "1.seen", "0.layer.scale"])
+def test_weights_that_a_model_does_not_have_are_refused(name: str) -> None:
+    model = nn.Sequential(Registering())
+    with pytest.raises(RuntimeError, match=rf'Unexpected key\(s\) in state_dict: "{name}"'):
+        load_weights(model, {**model.state_dict(), name: torch.zeros(())})
 
 
 def test_buffers_that_are_not_saved_are_restored_too() -> None:

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from can_train.config.resolved import plain_from_yaml
 from fakes.bitwise import assert_same, final_state, losses
@@ -25,6 +26,49 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
     whole, killed = only_run(tmp_path / "whole"), only_run(tmp_path / "killed")
     assert_same(final_state(whole), final_state(killed))
     assert losses(whole) == losses(killed)
+
+
+SPECTRAL = """
+import torch
+from torch import nn
+import can_train
+
+
+class Filter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, dtype=torch.cfloat))
+
+    def forward(self, x):
+        if not hasattr(self, "seen"):
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.seen += self.training * len(x)
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=8)
+
+
+class MyTask(can_train.Task):
+    def datasets(self):
+        generator = torch.Generator().manual_seed(0)
+        return {name: list(torch.randn(60, 8, generator=generator)) for name in ("train", "validation", "test")}
+
+    def model(self):
+        return Filter()
+
+    def loss(self, model, batch):
+        return {"error": ((model(batch) - batch.roll(1, 1)).square().sum(), len(batch))}
+"""
+
+
+def test_complex_weights_and_a_buffer_of_the_first_pass_are_resumed_and_evaluated(tmp_path: Path) -> None:
+    task = write_task(tmp_path / "mine", SPECTRAL)
+    words = (*line(task), "--set", "training.batch_size=16", "--keep", "last")
+    finish(tmp_path / "whole", tmp_path / "state", *words)
+    finish_killed(tmp_path / "killed", tmp_path / "other", words, at=(5, 10))
+    whole, killed = only_run(tmp_path / "whole"), only_run(tmp_path / "killed")
+    assert_same(final_state(whole), final_state(killed))
+    weights = final_state(whole)["model"]
+    assert (weights["weight"].dtype, int(weights["seen"])) == (torch.complex64, 4 * 60)
+    finish(tmp_path / "whole", tmp_path / "state", "evaluate", whole.name)
 
 
 def test_a_submitted_run_has_the_code_as_it_was_and_is_evaluated_with_it(tmp_path: Path) -> None:

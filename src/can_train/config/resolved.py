@@ -171,6 +171,7 @@ class FinishedModel:
     result: Mapping[str, Any]  # the contents of the run's `result.json`
     sha256: str  # digest of the weights
     state: Mapping[str, Any] = field(default_factory=dict)  # state that its task derived from the training data
+    made_buffers: Sequence[str] = ()  # names of the buffers that its first pass has registered
 
 
 @dataclass(frozen=True, kw_only=True)

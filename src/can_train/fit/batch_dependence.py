@@ -313,6 +313,10 @@ class _Passes:
             yield along / apart
 
 
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def _square_sum(tensor: Tensor) -> float:
     numbers = tensor.coalesce().values() if tensor.is_sparse else tensor
     return float(torch.linalg.vector_norm(numbers, dtype=torch.float64)) ** 2
@@ -492,7 +496,7 @@ def _pass(
         # A compiled model's graph cannot be kept.
         own = _gradient(loss, parameters, retain_graph=left < 0) if loss.requires_grad else [None] * len(parameters)
         reached |= any(gradient is not None for gradient in own)
-        gradients[term] = [torch.zeros_like(parameter) if gradient is None else gradient
+        gradients[term] = [_as_real(torch.zeros_like(parameter) if gradient is None else gradient)
                            for gradient, parameter in zip(own, parameters, strict=True)]  # fmt: skip
     sums = {term: float(total.detach()) for term, (total, _) in losses.items()}
     return _Pass(sums, counts, gradients, reached)

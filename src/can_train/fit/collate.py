@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from can_train.errors import DataError
 from can_train.fit.packing import members
+from can_train.fit.precision import number_format
 from can_train.memory.cuda_operators import on_host
 from can_train.memory.meters import send, send_positions
 
@@ -220,11 +221,11 @@ def to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Moves the tensors of a batch to a device, floating-point ones in a number format."""
 
     def formatted(part: Any) -> Any:
-        return part.to(dtype) if isinstance(part, Tensor) and part.is_floating_point() else part
+        return part.to(number_format(part, dtype)) if isinstance(part, Tensor) else part
 
     def moved(part: Any) -> Any:
         if isinstance(part, Tensor):
-            return send(part, device, dtype if part.is_floating_point() else part.dtype)
+            return send(part, device, number_format(part, dtype))
         # An object of the task's own may know by itself how to move (torch_geometric's batches do).
         part = part.to(device) if hasattr(part, "to") else part
         return part.apply(formatted) if hasattr(part, "num_nodes") and hasattr(part, "apply") else part

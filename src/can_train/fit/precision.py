@@ -37,6 +37,30 @@ class Precision:
         return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)
 
 
+def is_inexact(tensor: Tensor) -> bool:
+    """Tells whether a tensor has floating-point numbers, real or complex."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def number_format(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Returns the number format of a tensor where real floating-point numbers have the format `dtype`."""
+    if tensor.is_complex():
+        # Half precision has no complex type that operations support.
+        return torch.complex128 if dtype == torch.float64 else torch.complex64
+    return dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def convert(model: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> nn.Module:
+    """Converts the weights and buffers of a model to a number format, and moves them to a device.
+
+    Complex numbers stay complex: `model.to(dtype)` discards their imaginary part.
+    """
+    if not any(tensor.is_complex() for tensor in (*model.parameters(), *model.buffers())):
+        return model.to(device, dtype)
+    converted: nn.Module = model._apply(lambda tensor: tensor.to(device, number_format(tensor, dtype)))
+    return converted
+
+
 @contextmanager
 def tf32(training: TrainingSettings, device: torch.device) -> Iterator[None]:
     """Lets products of single precision run in TF32 on a GPU in the block, if `training.tf32` is on.

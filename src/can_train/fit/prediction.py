@@ -56,7 +56,7 @@ from can_train.fit.peak_prediction import (
     price_trace,
     with_unmeasured,
 )
-from can_train.fit.precision import Precision, use_channels_last
+from can_train.fit.precision import Precision, convert, use_channels_last
 from can_train.fit.random_state import step_generator
 from can_train.fit.recorded_limits import on_generations, read_sizes
 from can_train.fit.rungs import SPLIT_ALONE, Rung, computed_on
@@ -710,7 +710,7 @@ def _of_sizes(found: PeakPrediction, sizes: ValueSizes) -> PeakPrediction:
 
 
 def _model_of(task: BatchTask, training: TrainingSettings) -> nn.Module:
-    model = task.build_model().to(Precision.named(training.precision).dtype)
+    model = convert(task.build_model(), Precision.named(training.precision).dtype)
     return use_channels_last(model) if training.channels_last else model
 
 

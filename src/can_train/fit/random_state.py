@@ -7,7 +7,8 @@ from __future__ import annotations
 import ctypes
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Final
 
@@ -117,6 +118,7 @@ class Snapshot:
             for module in self._modules
             for name, buffer in module._buffers.items()
         ]
+        self._has_buffers = True
 
     @property
     def copies(self) -> list[Tensor]:
@@ -126,6 +128,7 @@ class Snapshot:
     def release(self) -> None:
         """Frees the copies of the buffers; the rest is for `since`."""
         self._buffers.clear()
+        self._has_buffers = False
 
     def restore(self) -> None:
         """Restores everything, bit by bit."""
@@ -133,6 +136,42 @@ class Snapshot:
         with torch.no_grad():
             for module, name, buffer, value in self._buffers:
                 module._buffers[name] = None if buffer is None or value is None else buffer.copy_(value)
+        known = {(id(module), name) for module, name, *_ in self._buffers}
+        # A pass may have registered buffers: the next one must find none.
+        for module in self._modules if self._has_buffers else ():
+            for name in [name for name in module._buffers if (id(module), name) not in known]:
+                delattr(module, name)
+
+
+def buffer_names(model: nn.Module) -> set[str]:
+    """Returns the names of the buffers of a model, also of those that are None."""
+    return {f"{path}.{name}".lstrip(".") for path, module in model.named_modules() for name in module._buffers}
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor], made: Collection[str] = ()) -> None:
+    """Loads the weights and buffers of a model into a new one.
+
+    Args:
+        model: The new model, which no pass has run through.
+        weights: The weights and buffers, by name.
+        made: Names of buffers that modules have registered in a pass. Buffers that are None in the new model need no
+            name here.
+
+    Raises:
+        RuntimeError: The model has other weights.
+    """
+    with suppress(StopIteration):
+        device = next(model.parameters()).device
+        for name, value in weights.items():
+            path, _, leaf = name.rpartition(".")
+            try:
+                module = model.get_submodule(path)
+            except AttributeError:
+                continue
+            is_none = leaf in module._buffers and module._buffers[leaf] is None
+            if is_none or (name in made and not hasattr(module, leaf)):
+                module.register_buffer(leaf, torch.empty_like(value, device=device))
+    model.load_state_dict(weights)
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

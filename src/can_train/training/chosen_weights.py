@@ -15,6 +15,7 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from can_train.errors import ConfigError, unknown_name
+from can_train.fit.precision import is_inexact
 from can_train.memory.sharded_tensors import shard_like, shard_of
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class AveragedWeights:
 
     def _weights(self) -> list[Tensor]:
         every = (*self._model.parameters(), *self._model.buffers())
-        return [weight.detach() for weight in every if weight.is_floating_point()]
+        return [weight.detach() for weight in every if is_inexact(weight)]
 
     def begins_before(self, step: int) -> bool:
         """Tells whether the average has weights after `step` optimizer steps."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from can_train.errors import DoesNotFitError
 from can_train.fit.micro_batcher import MicroBatcher
 from can_train.fit.packing import BatchCosts, MicroBatchLimit
+from can_train.fit.precision import convert
 from can_train.fit.rescue import PartDoesNotFitError, RescueSettings, describe_out_of_memory
 from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import CatchOutOfMemory
@@ -136,7 +137,7 @@ def copy_to_device(model: nn.Module, device: InferenceDevice) -> nn.Module:
     """Copies a model to a device, in evaluation mode; raises `DoesNotFitError` where there is no room for it."""
     with CatchOutOfMemory() as caught:
         # A copy even where the device is the host: a simulated GPU sees memory only when it is allocated.
-        return deepcopy(model).to(device.meter.device, device.precision.dtype).eval()
+        return convert(deepcopy(model), device.precision.dtype, device.meter.device).eval()
     raise DoesNotFitError("A model must fit on the device", value=caught.message,
                           remedy="Choose another with --device: cpu has the host's memory",
                           details=describe_out_of_memory(device.meter, None))  # fmt: skip

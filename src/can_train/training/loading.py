@@ -37,8 +37,8 @@ from can_train.errors import (
 )
 from can_train.fit.collate import leaves
 from can_train.fit.optimizer import check_sparse, freeze, phase_training
-from can_train.fit.precision import Precision, use_channels_last
-from can_train.fit.random_state import capture_generators, restore_generators, seed_everything
+from can_train.fit.precision import Precision, convert, is_inexact, use_channels_last
+from can_train.fit.random_state import capture_generators, load_weights, restore_generators, seed_everything
 from can_train.io.records import (
     parse_object,
     read_bytes,
@@ -210,7 +210,7 @@ def fresh_model(run: ResolvedRun, task: BatchTask, meter: Meter, *, on_host: boo
         model = task.build_model()
         if is_on_meta(model):
             device = _without_values(meter)
-        model = model.to(device, Precision.named(run.training.precision).dtype)
+        model = convert(model, Precision.named(run.training.precision).dtype, device)
         freeze(model, run.training, epoch=0)
         for phase in task.phases():
             # A phase of some parameters may have an optimizer for sparse ones.
@@ -492,7 +492,7 @@ def load_finished(
     if not isinstance(weights, dict) or not weights or not all(isinstance(one, Tensor) for one in weights.values()):
         why = "there are none" if state is None else "its last checkpoint holds others"
         raise CheckpointError("A finished run has weights", value=f"{folder.checkpoints_path}: {why}", remedy=_REMEDY)
-    broken = [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]
+    broken = [name for name, value in weights.items() if is_inexact(value) and not value.isfinite().all()]
     if broken:
         raise CheckpointError("The weights of a finished run are finite numbers",
                               value=f"{folder.run_id}: {', '.join(broken[:_MAX_NAMED])}", remedy=_REMEDY)  # fmt: skip
@@ -503,7 +503,8 @@ def load_finished(
         digest.update(value.contiguous().view(-1).numpy().tobytes() if value.numel() else b"")
     run = relocate_prerequisites(from_plain(config), path)
     return FinishedModel(run_id=folder.run_id, run=run, weights=weights, result=result, sha256=digest.hexdigest(),
-                         state=(state or {}).get("task", {}))  # fmt: skip
+                         state=(state or {}).get("task", {}),
+                         made_buffers=(state or {}).get("made_buffers", ()))  # fmt: skip
 
 
 def finished_models(run: ResolvedRun) -> dict[str, FinishedModel]:
@@ -549,7 +550,7 @@ def start_from(model: nn.Module, run_path: Path) -> None:
         remedy = f"Finish it first: can-train resume {folder.run_id}"
         raise CheckpointError("Training starts from the weights of a finished run", value=str(run_path), remedy=remedy)
     try:
-        model.load_state_dict(state["best"])
+        load_weights(model, state["best"], state.get("made_buffers", ()))
     except RuntimeError as error:
         differences = [line.strip() for line in str(error).splitlines()[1:]]
         more = f" And {len(differences) - _MAX_NAMED} more" if len(differences) > _MAX_NAMED else ""

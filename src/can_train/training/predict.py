@@ -33,6 +33,7 @@ from can_train.errors import (
 )
 from can_train.fit.packing import MicroBatchLimit
 from can_train.fit.precision import Precision, tf32
+from can_train.fit.random_state import load_weights
 from can_train.memory.meters import device_name, open_meter
 from can_train.reporter import Reporter, SilentReporter
 from can_train.runs.registry import Registry
@@ -382,7 +383,7 @@ class SampleModel(LoadedModel):
         with seeded_host(run.training.seed):
             model = self.task.build_model()
         try:
-            model.load_state_dict(finished.weights)
+            load_weights(model, finished.weights, finished.made_buffers)
         except RuntimeError as error:
             raise CheckpointError("The weights of the run do not fit its model", value=f"{error}".partition("\n")[0],
                                   remedy="Use the code that trained it, or train anew") from error  # fmt: skip

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from can_train.config.resolved import EvaluationData, FinishedModel
 from can_train.errors import CanTrainError
+from can_train.fit.precision import convert, is_inexact
+from can_train.fit.random_state import load_weights
 from can_train.reporter import SilentReporter, TextTable
 from can_train.task import UpcomingBatch
 from can_train.training.evaluate import Evaluation, Scorer, Verdict
@@ -39,9 +41,9 @@ class SampleEvaluation(Evaluation):
         self.counted = {"samples": sum(map(len, self._sets.values()))}
         self.rows = np.concatenate(list(self._sets.values()))
         model = task.build_model()
-        model.load_state_dict(finished.weights)
+        load_weights(model, finished.weights, finished.made_buffers)
         # A run in double precision is scored in it.
-        self.model = model.to(_dtype_of(finished.weights)).eval()
+        self.model = convert(model, _dtype_of(finished.weights)).eval()
         self._judged = SimpleNamespace(model=model, outcome=task.outcome, describe=task.describe)
 
     def evaluate(self, score: Scorer) -> Verdict:
@@ -95,7 +97,7 @@ def _trained(finished: FinishedModel, models: Mapping[str, FinishedModel], data:
 
 
 def _dtype_of(weights: Mapping[str, Tensor]) -> torch.dtype:
-    return next((weight.dtype for weight in weights.values() if weight.is_floating_point()), torch.float32)
+    return next((weight.dtype.to_real() for weight in weights.values() if is_inexact(weight)), torch.float32)
 
 
 def _cell(prediction: Any) -> Any:

@@ -33,8 +33,15 @@ from can_train.fit.offloaded_state import keep_states
 from can_train.fit.optimizer import Optimization, make_optimization, only_trained
 from can_train.fit.packing import BatchCosts
 from can_train.fit.planner import Planner, Planners
-from can_train.fit.precision import Precision
-from can_train.fit.random_state import capture_generators, restore_generators, seed_rank, step_generator
+from can_train.fit.precision import Precision, is_inexact
+from can_train.fit.random_state import (
+    buffer_names,
+    capture_generators,
+    load_weights,
+    restore_generators,
+    seed_rank,
+    step_generator,
+)
 from can_train.fit.rescue import Backoff, Ladder, OptimizerReserve
 from can_train.fit.run_plan import OtherRung, RunPlan, price, still_fits
 from can_train.fit.rungs import SPLIT_ALONE, Rung
@@ -282,6 +289,8 @@ class Session(Parts):
         training, task, measured = self.training, self.task, self.run.monitor
         own = plans[self.ranks.rank]
         self.model = self.planners.first.model
+        self._declared_buffers = buffer_names(self.model)
+        self._made_buffers: Sequence[str] = ()
         self.epochs = Epochs(
             order_by_epoch(task, own.skipped, training),
             lambda rows: task.batch_features(rows)[:, 0],
@@ -688,6 +697,7 @@ class Session(Parts):
             state = {
                 **weights,
                 "trainable": [list(flags) for flags in self.trainable],
+                "made_buffers": sorted(buffer_names(self.model) - self._declared_buffers),
                 "best": self.best,
                 "bests": {kind: vars(best) for kind, best in self.bests.items()},
                 "task": dict(self.task.state()),
@@ -713,7 +723,8 @@ class Session(Parts):
 
     def _load(self, weights: Mapping[str, Any]) -> None:
         """Loads whole weights into the model, of which this rank may have shards."""
-        self.model.load_state_dict(weights if self.shards is None else sharded_state(self.model, weights))
+        loaded = weights if self.shards is None else sharded_state(self.model, weights)
+        load_weights(self.model, loaded, self._made_buffers)
 
     def restore(self, state: dict[str, Any]) -> dict[str, Any]:
         """Continues from a checkpoint's state, bit by bit; returns it, or the state of the checkpoint before it where
@@ -750,6 +761,7 @@ class Session(Parts):
         none.
         """
         self.progress = Progress.from_plain(state["progress"])
+        self._made_buffers = state["made_buffers"]
         try:
             if state["best"]:
                 self._load(state["best"])
@@ -960,7 +972,7 @@ def first_not_finite(model: nn.Module, compute: Callable[[], object]) -> str:
 
 def _not_finite(value: object) -> str:
     """Says how many values of a tensor are NaN or infinite; empty if none is, or if it is no tensor of such values."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+    if not isinstance(value, Tensor) or not is_inexact(value):
         return ""
     counts = {"NaN": int(value.isnan().sum()), "infinite": int(value.isinf().sum())}
     listed = " and ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)

@@ -52,7 +52,7 @@ from can_train.fit.factor_rule import FactorRule, RememberedLimit, RememberedLim
 from can_train.fit.micro_batcher import BatchResult, Denominators, Losses, MicroBatcher, combine_shares, sum_by_term
 from can_train.fit.optimizer import freeze
 from can_train.fit.planner import PROBED, Planner, Planners
-from can_train.fit.precision import Precision, tf32
+from can_train.fit.precision import Precision, number_format, tf32
 from can_train.fit.random_state import Snapshot, seed_rank, step_generator
 from can_train.fit.rescue import describe_out_of_memory, fatal_out_of_memory
 from can_train.fit.run_plan import RunPlan
@@ -321,7 +321,7 @@ def _weight_bytes(parts: Parts) -> tuple[int, int]:
     except Exception:  # noqa: BLE001 - a task may load weights; the error that is told must not be another one
         return 0, 0
     tensors = [*model.parameters(), *model.buffers()]
-    sizes = [one.numel() * (dtype if one.is_floating_point() else one.dtype).itemsize for one in tensors]
+    sizes = [one.numel() * number_format(one, dtype).itemsize for one in tensors]
     return sum(sizes), reserved_for(sizes, read_allocator_settings())
 
 

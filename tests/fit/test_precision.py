@@ -1,0 +1,42 @@
+"""Number formats of models, real and complex."""
+
+import pytest
+import torch
+from torch import nn
+
+from can_train.fit.collate import to_device
+from can_train.fit.precision import convert
+
+CPU = torch.device("cpu")
+
+
+class Spectral(nn.Module):
+    """A filter with complex weights, a complex buffer and a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, dtype=torch.cfloat))
+        self.real = nn.Linear(2, 1)
+        self.register_buffer("rotation", torch.polar(torch.ones(6), torch.arange(6.0)))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "complex_dtype"), [(torch.float32, torch.complex64), (torch.float64, torch.complex128)]
+)
+def test_complex_weights_and_buffers_stay_complex(dtype: torch.dtype, complex_dtype: torch.dtype) -> None:
+    model = Spectral()
+    weight, rotation = model.weight.detach().clone(), model.get_buffer("rotation").clone()
+    assert convert(model, dtype, CPU) is model
+    assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == {
+        "weight": complex_dtype, "rotation": complex_dtype, "count": torch.int64,
+        "real.weight": dtype, "real.bias": dtype,
+    }  # fmt: skip
+    assert torch.equal(model.weight.detach(), weight.to(complex_dtype))
+    assert torch.equal(model.get_buffer("rotation"), rotation.to(complex_dtype))
+
+
+def test_complex_inputs_have_the_precision_of_the_run() -> None:
+    batch = {"x": torch.zeros(2, dtype=torch.complex64), "y": torch.zeros(2), "n": torch.zeros(2, dtype=torch.int32)}
+    sent = to_device(batch, CPU, torch.float64)
+    assert [part.dtype for part in sent.values()] == [torch.complex128, torch.float64, torch.int32]
