@@ -32,7 +32,7 @@ from can_train.io.units import count_range, counted, parse_time_min, size_text, 
 from can_train.memory.catalogue import cards_named, several_of
 from can_train.reporter import Reporter, TextTable
 from can_train.runs.registry import JobRecord, Registry
-from can_train.runs.run_folder import RunFolder, SweepRun, new_run_id, register_run
+from can_train.runs.run_folder import RunFolder, SweepRun, new_folders, new_run_id, register_run
 from can_train.runs.run_state import FINISHED
 from can_train.runs.scheduler import NoControllerError
 from can_train.slurm.client import (
@@ -269,7 +269,7 @@ def _new_group(group: Sequence[PlannedRun], plan: SubmissionPlan, state: Path) -
     # squeue shows the name of the job.
     name = plan.sweep[0].name if sweep and plan.sweep else group[0].run.key
     submission = Submission(name=name, state_dir=state, dependency=plan.dependency, sweep=sweep)
-    return [RunFolder(planned.run.runs_dir / new_run_id(planned.run.key)) for planned in group], submission
+    return new_folders([planned.run for planned in group]), submission
 
 
 def start_group(

@@ -14,7 +14,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -95,9 +95,16 @@ class RunFolder:
         cls, runs_dir: Path, key: str, config: Mapping[str, Any], changed: Changed = None, *, run_id: str = ""
     ) -> "RunFolder":
         """Creates the folder of a run (`make`); without a run id, of a new one."""
-        folder = cls(runs_dir / (run_id or new_run_id(key)))
-        folder.make(config, changed)
-        return folder
+        while True:
+            folder = cls(runs_dir / (run_id or new_run_id(key)))
+            try:
+                folder.make(config, changed)
+            except RunError as error:
+                # Another process drew the same digits in the same second.
+                if run_id or not isinstance(error.__cause__, FileExistsError):
+                    raise
+            else:
+                return folder
 
     def make(self, config: Mapping[str, Any], changed: Changed = None) -> None:
         """Creates the folder and writes the run's configuration and environment.
@@ -116,8 +123,10 @@ class RunFolder:
             self.configure(config, changed)
             records.write_json_atomic(self.path / _ENVIRONMENT, environment)
         except OSError as error:
+            is_taken = isinstance(error, FileExistsError)
+            remedy = "Give the same line again" if is_taken else "Give another place with --runs-dir"
             raise RunError("The run folder cannot be written", value=f"{self.path}: {error.strerror}",
-                           remedy="Give another place with --runs-dir") from error  # fmt: skip
+                           remedy=remedy) from error  # fmt: skip
 
     def config(self) -> dict[str, Any]:
         """Reads the resolved configuration.
@@ -353,7 +362,26 @@ def _send(number: int, holder: AttemptStart, file: TextIO) -> bool:
 
 def new_run_id(key: str) -> str:
     """Makes the id of a new run: time, key, and four random digits."""
-    return f"{datetime.now():{_STAMP}}-{_NOT_IN_ID.sub('_', key)}-{secrets.token_hex(_TAIL_LENGTH // 2)}"
+    return new_run_ids([key])[0]
+
+
+def new_run_ids(keys: Sequence[str]) -> list[str]:
+    """Makes the ids of new runs of one second; their short names differ, too."""
+    stamp = f"{datetime.now():{_STAMP}}"
+    tails = secrets.SystemRandom().sample(range(16**_TAIL_LENGTH), len(keys))
+    return [
+        f"{stamp}-{_NOT_IN_ID.sub('_', key)}-{tail:0{_TAIL_LENGTH}x}" for key, tail in zip(keys, tails, strict=True)
+    ]
+
+
+def new_folders(runs: Sequence[ResolvedRun]) -> list[RunFolder]:
+    """Names a new folder for each of several runs, and makes none."""
+    while True:
+        ids = new_run_ids([run.key for run in runs])
+        folders = [RunFolder(run.runs_dir / run_id) for run, run_id in zip(runs, ids, strict=True)]
+        # Another submission of this second may have the same digits.
+        if not any(folder.path.exists() for folder in folders):
+            return folders
 
 
 def is_run_id(name: str) -> bool:
