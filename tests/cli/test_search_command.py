@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from can_train.cli.main import main
+from can_train.cli.search import PlannedSearch, TrialHere
+from can_train.config.axis import SearchAxis
+from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import plain_from_yaml
 from can_train.runs.registry import Registry
 from can_train.runs.run_folder import RunFolder
-from can_train.runs.trials import TrialRun
+from can_train.runs.trials import SearchFolder, SettingsSearch, TrialRun
 from fakes.own_tasks import CLASSIFIER, write_task
 from fakes.processes import Command
 
@@ -78,6 +81,20 @@ def test_the_same_line_trains_only_the_trials_that_are_missing(own: tuple[str, .
     # Another seed is another search.
     assert main((*line, "--trials", "1", "--seed", "5")) == 0
     assert len([*(tmp_path / "state" / "searches").iterdir()]) == 2
+
+
+def test_a_process_that_comes_second_leaves_the_number_to_the_first(tmp_path: Path) -> None:
+    folders = {"paths.runs_dir": str(tmp_path / "runs"), "paths.state_dir": str(tmp_path / "state")}
+    base = resolve(RunRequest(model="vgae", dataset="synthetic", values=folders))
+    search = SettingsSearch(name="a", axes=(SearchAxis(key="training.lr", low=1e-4, high=1e-1),), objective="loss",
+                            is_higher_better=False, epochs=3, seed=1)  # fmt: skip
+    planned = PlannedSearch(folder=SearchFolder.make(tmp_path / "state", search), base=base, trials=2)
+    first, second = TrialHere(planned, 1), TrialHere(planned, 1)
+    assert (first.claim(), second.claim()) == (True, False)
+    second.release()
+    assert [*planned.folder.runs()] == [1]
+    first.release()
+    assert planned.missing() == [1, 2]
 
 
 def test_compare_and_report_take_the_name_of_a_search(own: tuple[str, ...], tmp_path: Path, capsys) -> None:

@@ -206,6 +206,20 @@ def test_a_number_has_one_run(tmp_path: Path) -> None:
     assert search.runs() == {}
 
 
+def test_an_entry_that_another_process_writes_at_the_same_moment_stays(tmp_path: Path) -> None:
+    first = SearchFolder.make(tmp_path, a_search())
+
+    class Second(SearchFolder):
+        def runs(self) -> dict[int, RunFolder]:
+            runs = super().runs()
+            first.add(1, tmp_path / "first")
+            return runs
+
+    with pytest.raises(StateError):
+        Second(first.path, first.search).add(1, tmp_path / "second")
+    assert first.runs()[1].run_id == "first"
+
+
 def test_a_number_whose_run_never_came_is_free_again_after_an_hour(tmp_path: Path) -> None:
     search = SearchFolder.make(tmp_path, a_search())
     search.add(1, tmp_path / "first")

@@ -167,6 +167,7 @@ class TrialHere:
         self.assignments = assignments(planned.search, self._values)
         self.run = with_changes(planned.base.config, self.assignments, {})
         self._run_id = new_run_id(self.run.key)
+        self._is_claimed = False
 
     def claim(self) -> bool:
         """Takes the number of the trial; returns False where another process has taken it.
@@ -180,6 +181,7 @@ class TrialHere:
             if self._number not in self._folder.runs():
                 raise
             return False
+        self._is_claimed = True
         return True
 
     def make(self, run: ResolvedRun, reporter: Reporter, changed: Changed) -> RunFolder:
@@ -191,8 +193,8 @@ class TrialHere:
         return folder
 
     def release(self) -> None:
-        """Gives the number back where no run has been made."""
-        if not (self.run.runs_dir / self._run_id).is_dir():
+        """Gives the number back where it was taken and no run has been made."""
+        if self._is_claimed and not (self.run.runs_dir / self._run_id).is_dir():
             self._folder.discard(self._number)
 
 

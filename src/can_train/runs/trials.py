@@ -289,7 +289,8 @@ class SearchFolder:
         Raises:
             StateError: The trial has a run already, or the file cannot be written.
         """
-        if number not in self.runs():
+        # The age is looked at last: another process may have written the entry meanwhile.
+        if number not in self.runs() and self._age_s(number) >= _PREPARES_S:
             self.discard(number)
         records.write_document(self._entry(number), _TrialEntry(number=number, path=str(run.absolute())))
 
@@ -306,12 +307,13 @@ class SearchFolder:
         names = [name for name in records.list_names(self.path) if name.startswith("trial-")]
         entries = records.read_documents(self.path, names, _TrialEntry, [], most_bytes=_MAX_ENTRY_BYTES).values()
         runs = {entry.number: RunFolder(Path(entry.path)) for entry in sorted(entries, key=lambda each: each.number)}
-        return {number: run for number, run in runs.items() if run.path.is_dir() or self._is_fresh(number)}
+        return {number: run for number, run in runs.items() if run.path.is_dir() or self._age_s(number) < _PREPARES_S}
 
-    def _is_fresh(self, number: int) -> bool:
+    def _age_s(self, number: int) -> float:
+        """Returns the age of the entry of a trial; NaN where there is none."""
         with suppress(OSError):
-            return time.time() - self._entry(number).stat().st_mtime < _PREPARES_S
-        return False
+            return time.time() - self._entry(number).stat().st_mtime
+        return math.nan
 
     def trials(self) -> list[TrialRun]:
         """Reads the trials whose runs exist and can be read, in order."""
