@@ -200,6 +200,16 @@ def test_an_attempt_whose_lock_another_machine_has_ends_and_saves_nothing(start:
     assert endings(folder) == ["terminated"]
 
 
+def test_whoever_trains_a_run_notices_that_another_machine_has_its_lock(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for locked in (folder.locked(), folder.locked_to_train(SilentReporter())):
+        with locked:
+            assert not folder.is_taken_over()
+            with (tmp_path / "lock").open("a+") as lock:
+                write_holder(lock, replace(folder.attempts.this_process(), host="elsewhere"))
+            assert folder.is_taken_over()
+
+
 PERSON = SlurmContext()
 FIRST = SlurmContext(job=slurm_job("7"))
 

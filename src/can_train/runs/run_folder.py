@@ -14,7 +14,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -58,6 +58,7 @@ _ENVIRONMENT: Final = "environment.json"  # in a run's folder: the versions and 
 _CHANGES: Final = "changes.json"  # in a run's folder: changes that `resume` made to the configuration
 _CHANGED: Final = "changed_settings.json"  # in a run's folder: settings that differ from the presets
 _EPOCHS: Final = "training.epochs"
+_TRAINED: Final = "trained"  # the activity whose lock a training keeps
 
 WAIT_S: Final = 900.0
 """Longest wait for an earlier attempt, which ends at its next checkpoint; meanwhile the job's nodes do nothing."""
@@ -221,7 +222,7 @@ class RunFolder:
         return RunError("The run's result is damaged", value=str(self.result_path), remedy=remedy)
 
     @contextmanager
-    def locked(self, *, doing: str = "trained") -> Iterator[None]:
+    def locked(self, *, doing: str = _TRAINED) -> Iterator[None]:
         """Locks the run against other processes in the block.
 
         Args:
@@ -230,12 +231,7 @@ class RunFolder:
         Raises:
             RunError: Another process has the lock.
         """
-        path = self._lock_path if doing == "trained" else self.path / f"{doing}.lock"
-        # Opened without truncation: the file names the process that has the lock.
-        with records.open_to_append(path, reads=True) as file:
-            if not try_lock(file):
-                raise self._in_use(doing, read_holder(path))
-            write_holder(file, self.attempts.this_process())
+        with self._held(doing, lambda file, holder: False):
             yield
 
     @contextmanager
@@ -247,15 +243,29 @@ class RunFolder:
             RunError: Another process trains it.
             EarlierAttemptError: An earlier attempt's process does not end.
         """
-        with records.open_to_append(self._lock_path, reads=True) as file:
-            if not try_lock(file):
-                holder = read_holder(self._lock_path)
-                if holder is None or not self.attempts.supersedes(holder):
-                    raise self._in_use("trained", holder)
-                with self.attempts.waiting(f"it waits for {holder_in_words(holder)}, which trains the run, to end"):
-                    wait_for_lock(file, holder, reporter)
-            self._holder = self.attempts.this_process()
-            write_holder(file, self._holder)
+
+        def wait(file: TextIO, holder: AttemptStart | None) -> bool:
+            if holder is None or not self.attempts.supersedes(holder):
+                return False
+            with self.attempts.waiting(f"it waits for {holder_in_words(holder)}, which trains the run, to end"):
+                wait_for_lock(file, holder, reporter)
+            return True
+
+        with self._held(_TRAINED, wait):
+            yield
+
+    @contextmanager
+    def _held(self, doing: str, wait: Callable[[TextIO, AttemptStart | None], bool]) -> Iterator[None]:
+        """Locks an activity in the block; `wait` returns whether it has waited for the holder and got the lock."""
+        path = self._lock_path if doing == _TRAINED else self.path / f"{doing}.lock"
+        # Opened without truncation: the file names the process that has the lock.
+        with records.open_to_append(path, reads=True) as file:
+            if not try_lock(file) and not wait(file, holder := read_holder(path)):
+                raise self._in_use(doing, holder)
+            this_process = self.attempts.this_process()
+            write_holder(file, this_process)
+            if doing == _TRAINED:
+                self._holder = this_process
             yield
 
     def is_taken_over(self) -> bool:
