@@ -1,5 +1,6 @@
 """A run may start from the best weights of a finished one, and from nothing else."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,24 @@ def test_an_unfinished_run_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="finished run"):
         start_from(nn.Linear(3, 2), tmp_path / "nowhere")
+
+
+def test_a_run_whose_last_checkpoint_is_damaged_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    path = finished_run(tmp_path, nn.Linear(3, 2))
+    checkpoints = RunFolder(path).checkpoints_path
+    Checkpoints(checkpoints).save({"best": nn.Linear(3, 2).state_dict()}, step=2)
+    newest, manifest = checkpoints / "step-00000002.pt", (checkpoints / "manifest.json").read_bytes()
+    newest.write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match=r"damaged: .*step-00000002\.pt"):
+        start_from(nn.Linear(3, 2), path)
+    assert (checkpoints / "manifest.json").read_bytes() == manifest
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    broken = nn.Linear(3, 2)
+    nn.init.constant_(broken.bias, math.nan)
+    with pytest.raises(CheckpointError, match=r"finite numbers: .*: bias"):
+        start_from(nn.Linear(3, 2), finished_run(tmp_path, broken))
 
 
 def test_another_model_is_refused_field_by_field(tmp_path: Path) -> None:

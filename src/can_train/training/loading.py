@@ -49,7 +49,7 @@ from can_train.io.records import (
 )
 from can_train.memory.meters import AbsentGpuMeter, Meter, is_on_meta
 from can_train.memory.out_of_memory import CatchOutOfMemory, headline, is_host_memory
-from can_train.reporter import Reporter, SilentReporter, TextTable
+from can_train.reporter import Reporter, TextTable
 from can_train.runs.run_folder import CONFIG, INPUTS, RunFolder, relocate_prerequisites
 from can_train.runs.trust import CodeTrust
 from can_train.task import BatchTask
@@ -481,21 +481,8 @@ def load_finished(
     if not (path / CONFIG).exists():
         raise RunError("A run that is built on stays where it was, or lies beside the run that builds on it",
                        value=f"{path} is gone", remedy="Bring its folder back to either place")  # fmt: skip
-    config, result = read_config(folder), folder.result()
-    if result is None:
-        raise CheckpointError("Only a finished run has a model", value=str(path),
-                              remedy=f"Finish it first: {shlex.join(['can-train', 'resume', str(path)])}")  # fmt: skip
-    state = Checkpoints(folder.checkpoints_path).newest()
-    weights = {} if state is None else state.get("best")
-    if weights_file:
-        weights = _epoch_weights(folder, weights_file)
-    if not isinstance(weights, dict) or not weights or not all(isinstance(one, Tensor) for one in weights.values()):
-        why = "there are none" if state is None else "its last checkpoint holds others"
-        raise CheckpointError("A finished run has weights", value=f"{folder.checkpoints_path}: {why}", remedy=_REMEDY)
-    broken = [name for name, value in weights.items() if is_inexact(value) and not value.isfinite().all()]
-    if broken:
-        raise CheckpointError("The weights of a finished run are finite numbers",
-                              value=f"{folder.run_id}: {', '.join(broken[:_MAX_NAMED])}", remedy=_REMEDY)  # fmt: skip
+    config = read_config(folder)
+    result, state, weights = _read_finished(folder, weights_file)
     # Of names, types and shapes too: weights of equal bytes may belong to different models.
     digest = hashlib.sha256()
     for name, value in sorted(weights.items()):
@@ -503,8 +490,28 @@ def load_finished(
         digest.update(value.contiguous().view(-1).numpy().tobytes() if value.numel() else b"")
     run = relocate_prerequisites(from_plain(config), path)
     return FinishedModel(run_id=folder.run_id, run=run, weights=weights, result=result, sha256=digest.hexdigest(),
-                         state=(state or {}).get("task", {}),
-                         made_buffers=(state or {}).get("made_buffers", ()))  # fmt: skip
+                         state=state.get("task", {}), made_buffers=state.get("made_buffers", ()))  # fmt: skip
+
+
+def _read_finished(
+    folder: RunFolder, weights_file: str = ""
+) -> tuple[Mapping[str, Any], Mapping[str, Any], dict[str, Tensor]]:
+    """Reads the result, the last checkpoint and the weights of a finished run; raises as `load_finished` does."""
+    if (result := folder.result()) is None:
+        remedy = f"Finish it first: {shlex.join(['can-train', 'resume', str(folder.path)])}"
+        raise CheckpointError("Only a finished run has a model", value=str(folder.path), remedy=remedy)
+    state = Checkpoints(folder.checkpoints_path).newest()
+    weights = {} if state is None else state.get("best")
+    if weights_file:
+        weights = _epoch_weights(folder, weights_file)
+    if not isinstance(weights, dict) or not weights or not all(isinstance(each, Tensor) for each in weights.values()):
+        why = "there are none" if state is None else "its last checkpoint holds others"
+        raise CheckpointError("A finished run has weights", value=f"{folder.checkpoints_path}: {why}", remedy=_REMEDY)
+    broken = [name for name, value in weights.items() if is_inexact(value) and not value.isfinite().all()]
+    if broken:
+        raise CheckpointError("The weights of a finished run are finite numbers",
+                              value=f"{folder.run_id}: {', '.join(broken[:_MAX_NAMED])}", remedy=_REMEDY)  # fmt: skip
+    return result, state or {}, weights
 
 
 def finished_models(run: ResolvedRun) -> dict[str, FinishedModel]:
@@ -542,15 +549,14 @@ def start_from(model: nn.Module, run_path: Path) -> None:
     """Gives a fresh model the best weights of the finished run in a folder.
 
     Raises:
-        CheckpointError: The run has not finished, or its model is another; the error names the difference.
+        RunError: The result of the run cannot be read.
+        CheckpointError: The run has not finished, its weights are damaged, or its model is another; the error names
+            the difference.
     """
     folder = RunFolder(run_path)
-    state = Checkpoints(folder.checkpoints_path).load(SilentReporter())
-    if folder.result() is None or state is None or not isinstance(state.get("best"), dict):
-        remedy = f"Finish it first: can-train resume {folder.run_id}"
-        raise CheckpointError("Training starts from the weights of a finished run", value=str(run_path), remedy=remedy)
+    _, state, weights = _read_finished(folder)
     try:
-        load_weights(model, state["best"], state.get("made_buffers", ()))
+        load_weights(model, weights, state.get("made_buffers", ()))
     except RuntimeError as error:
         differences = [line.strip() for line in str(error).splitlines()[1:]]
         more = f" And {len(differences) - _MAX_NAMED} more" if len(differences) > _MAX_NAMED else ""
