@@ -49,6 +49,17 @@ def test_without_runs_it_says_how_to_start_one(runs: Runs, capsys: pytest.Captur
     assert strictly(said(capsys, "runs", "--json", *runs.flags)) == []
 
 
+@pytest.mark.parametrize("number", ["", "none"])
+def test_runs_are_listed_where_variables_of_slurm_hold_no_numbers(
+    runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: str
+) -> None:
+    begin(path := runs.add(1))
+    monkeypatch.setenv("SLURM_PROCID", number)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", number)
+    assert path.name in said(capsys, "runs", *runs.flags, "--json")
+    assert path.name in said(capsys, "show", path.name, *runs.flags)
+
+
 def test_runs_are_listed_the_newest_first_with_state_progress_and_loss(
     runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -168,6 +168,17 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def count_of(environment: Mapping[str, str], name: str, default: int) -> int:
+    """Reads a variable that holds a count. Where it is missing or no whole number, the default is returned: launchers
+    and job scripts set such variables, which are no mistakes of a command.
+
+    >>> count_of({"SLURM_PROCID": "3"}, "SLURM_PROCID", 0), count_of({"SLURM_PROCID": ""}, "SLURM_PROCID", 0)
+    (3, 0)
+    """
+    text = environment.get(name, "")
+    return int(text) if text.isdecimal() else default
+
+
 def count_range(fewest: int, most: int, between: str = " to ") -> str:
     """Writes a count, or its range where it varies."""
     return f"{most}" if fewest == most else f"{fewest}{between}{most}"

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from can_train.errors import ArgumentError, ConfigError, DeviceError, nearest_first, shown
-from can_train.io.units import exact_size, parse_size
+from can_train.io.units import count_of, exact_size, parse_size
 from can_train.memory.allocator_settings import OWN_SETTINGS, SETTINGS_VARIABLES, read_allocator_settings
 from can_train.memory.catalogue import UsableMemory, gpu_key, recordable
 from can_train.memory.cuda_workspaces import SUM_BYTES_PER_THREAD, Capability, capability_of
@@ -452,8 +452,7 @@ def _drop_failed_backward() -> None:
 
 def packed_runs() -> int:
     """Returns the number of runs that share the GPU of this process, which `cluster.pack` has put there; else 1."""
-    number = os.environ.get(PACKED, "")
-    return max(1, int(number)) if number.isdecimal() else 1
+    return max(1, count_of(os.environ, PACKED, 1))
 
 
 def open_meter(text: str) -> Meter:

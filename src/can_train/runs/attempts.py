@@ -24,6 +24,7 @@ from can_train.errors import (
 )
 from can_train.io import records
 from can_train.io.records import AttemptStart, JobId
+from can_train.io.units import count_of
 from can_train.memory.out_of_memory import is_host_memory, is_out_of_memory
 
 WARNED: Final = 128 + signal.SIGUSR2
@@ -169,8 +170,8 @@ class SlurmContext:
         number = f"{array}_{task}" if array else environment.get("SLURM_JOB_ID", "")
         return cls(
             job=JobId(number=number, cluster=environment.get("SLURM_CLUSTER_NAME", "")) if number else None,
-            restarts=int(environment.get("SLURM_RESTART_COUNT", "0")),
-            rank=int(environment.get("SLURM_PROCID", "0")),
+            restarts=count_of(environment, "SLURM_RESTART_COUNT", 0),
+            rank=count_of(environment, "SLURM_PROCID", 0),
         )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -87,9 +87,13 @@ class RunFolder:
         self.log_path = path / "log.txt"
         self.predictions_path = path / "predictions.npz"
         self.reference_models_path = path / "reference_models.json"
-        self.attempts = Attempts(path)
         self._lock_path = path / "lock"
         self._holder: AttemptStart | None = None  # the entry of this process in the lock file
+
+    @cached_property
+    def attempts(self) -> Attempts:
+        """The attempts of the run. Not with the folder: a listing of thousands of runs needs few."""
+        return Attempts(self.path)
 
     @classmethod
     def create(

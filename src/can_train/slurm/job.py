@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from can_train.config.settings import ClusterSettings
 from can_train.errors import CanTrainError, RunError, StateError, printable
 from can_train.io.records import JobId, utc_now
+from can_train.io.units import count_of
 from can_train.memory.host import PACKED, control_groups
 from can_train.runs import attempts
 from can_train.runs.attempts import AttemptEnd, Attempts, SlurmContext, StopRequests
@@ -94,7 +95,7 @@ class PackedJob:
 
     def __call__(self) -> None:
         """Trains the run of this process; raises SystemExit as `Job` does."""
-        number = int(os.environ.get("SLURM_PROCID", "0"))
+        number = count_of(os.environ, "SLURM_PROCID", 0)
         # The last job of a sweep may have fewer runs than processes. A job that goes back into the queue has runs that
         # are over.
         if number >= len(self.run_paths) or _is_over(RunFolder(Path(self.run_paths[number]))):

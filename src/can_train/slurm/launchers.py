@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from can_train.errors import ConfigError
+from can_train.io.units import count_of
 
 if TYPE_CHECKING:
     from can_train.training.distributed import RankPlace
@@ -129,7 +130,7 @@ def rank_place(environment: Mapping[str, str]) -> "RankPlace | None":
     """
     # SLURM_NTASKS is set in the shell of a job of several tasks, too, with a SLURM_PROCID of 0: there a process would
     # wait for ranks that nobody starts.
-    size = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    size = count_of(environment, "SLURM_STEP_NUM_TASKS", 1)
     if size == 1:
         return None
     # Slow to import; a refused command does not wait for them.

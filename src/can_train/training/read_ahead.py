@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from can_train.errors import CanTrainError, ConfigError, DoesNotFitError, FailedRunError, OutOfMemoryDetails
 from can_train.fit.collate import leaves
-from can_train.io.units import size_text
+from can_train.io.units import count_of, size_text
 from can_train.memory.host import available_bytes, processes_here, room_bytes
 from can_train.memory.out_of_memory import is_out_of_memory
 
@@ -201,10 +201,8 @@ def is_in_memory(samples: Any) -> bool:
 def available_cores() -> int:
     """Returns the processors that this process may use; processes of one run on a machine share them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with suppress(ValueError):
-        # SLURM binds each rank to its own processors; torchrun lets all ranks use all.
-        cores = max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
-    return cores
+    # SLURM binds each rank to its own processors; torchrun lets all ranks use all.
+    return max(cores // max(count_of(os.environ, "LOCAL_WORLD_SIZE", 1), 1), 1)
 
 
 def _room_bytes() -> int:
