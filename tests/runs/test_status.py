@@ -8,8 +8,9 @@ import pytest
 
 from can_train.errors import RunError
 from can_train.io.records import utc_now
+from can_train.runs import status
 from can_train.runs.attempts import Attempts, SlurmContext
-from can_train.runs.run_folder import short_name
+from can_train.runs.run_folder import short_name, split_run_id
 from can_train.runs.scheduler import AccountRow, QueueRow, SchedulerAnswer
 from can_train.runs.status import find_run, read_tail, run_statuses
 from fakes.made_runs import KEY, RESULT, FakeScheduler, Runs, at, begin, end
@@ -19,6 +20,23 @@ from fakes.run_facts import slurm_job
 @pytest.fixture
 def runs(tmp_path: Path) -> Runs:
     return Runs(tmp_path)
+
+
+def test_a_run_that_is_deleted_while_runs_are_listed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Runs(tmp_path)
+    path = runs.add(1)
+    for name in ("renamed", "renamed-too"):
+        shutil.copytree(path, runs.runs_dir / name)
+
+    def deletes_first(run_id: str) -> object:
+        if run_id == "renamed":
+            shutil.rmtree(runs.runs_dir / run_id)
+        return split_run_id(run_id)
+
+    monkeypatch.setattr(status, "split_run_id", deletes_first)
+    assert {known.run_id for known in runs.known()} == {path.name, "renamed-too"}
 
 
 def test_runs_are_listed_the_newest_first_also_those_that_the_registry_does_not_know(runs: Runs) -> None:

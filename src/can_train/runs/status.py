@@ -281,11 +281,12 @@ def known_runs(registry: Registry, runs_dir: Path) -> list[KnownRun]:
     registered = {record.run_id: record for record in registry.runs() if is_run_id(record.run_id)}
     names = set(_names_in(runs_dir))
     real = os.path.realpath(runs_dir)
-    runs = [
-        _unregistered(runs_dir / name)
-        for name in names - registered.keys()
-        if is_run_id(name) and records.is_file(runs_dir / name / CONFIG)
-    ]
+    runs = list[KnownRun]()
+    for name in names - registered.keys():
+        # A folder that cannot be read is left out, as is a folder that is deleted meanwhile.
+        with suppress(OSError):
+            if is_run_id(name) and (runs_dir / name / CONFIG).is_file():
+                runs.append(_unregistered(runs_dir / name))
     for run_id, record in registered.items():
         path = record.path
         # A person may move the folder of runs and give the new path: the registry has the old path.
