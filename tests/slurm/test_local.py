@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from can_train.errors import RunError
 from can_train.runs.registry import Registry
 from can_train.runs.run_folder import RunFolder
+from can_train.slurm import submit
 from can_train.slurm.snapshot import describe, keep, read_code
 from can_train.slurm.submit import start_process
 
@@ -84,3 +86,26 @@ def test_a_job_sees_the_gpus_that_its_submitter_sees(
     job = start_process(entry, folder, lambda jobs: None)
     assert job.executor == "local"
     assert json.loads(wait_for(folder.path / "seen", "l" if visible is None else '"')) == visible
+
+
+def test_a_child_that_fails_before_it_submits_ends_and_leaves_the_error_to_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, parent = RunFolder(tmp_path / "run"), os.getpid()
+    folder.path.mkdir()
+    code = read_code()
+    keep(code, tmp_path / "state")
+    describe(code, tmp_path / "state", folder.path)
+
+    def fail(source: Path) -> None:
+        raise OSError
+
+    monkeypatch.setattr(submit, "job_environment", fail)
+    try:
+        with pytest.raises(RunError, match="The job could not be started"):
+            start_process(print, folder, lambda jobs: None)
+    finally:
+        if os.getpid() != parent:
+            (tmp_path / "child").touch()
+            os._exit(0)
+    assert not (tmp_path / "child").exists()

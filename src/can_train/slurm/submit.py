@@ -341,9 +341,13 @@ def _process(entry: Entry, run: RunFolder) -> JobRecord:
     # the session starts the controller instead.
     child = os.fork()
     if child == 0:
-        os.close(reading)
-        with job_environment(source):
-            _start_detached(Job(entry, str(run.path)), folder, command, writing)
+        try:
+            os.close(reading)
+            with job_environment(source):
+                _start_detached(Job(entry, str(run.path)), folder, command, writing)
+        finally:
+            # Not sys.exit: the parent's cleanup must not run twice.
+            os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as pipe:
         job_id = pipe.read()
@@ -354,21 +358,17 @@ def _process(entry: Entry, run: RunFolder) -> JobRecord:
     return _record(run, "local", job_id, str(folder / f"{job_id}_0_log.out"))
 
 
-def _start_detached(job: Job, folder: Path, python: Sequence[str], writing: int) -> NoReturn:
-    """Runs in the child: leaves the session, submits, reports the job id through the pipe, and ends."""
-    try:
-        os.setsid()
-        null = os.open(os.devnull, os.O_RDWR)
-        # Also standard error: a reader of its pipe would wait for the run's end.
-        for standard_stream in (0, 1, 2):
-            os.dup2(null, standard_stream)
-        executor = submitit.LocalExecutor(folder, python=shlex.join(python))
-        # submitit needs a limit: a week.
-        executor.update_parameters(timeout_min=7 * 24 * 60, stderr_to_stdout=True)
-        os.write(writing, executor.submit(job).job_id.encode())
-    finally:
-        # Not sys.exit: the parent's cleanup must not run twice.
-        os._exit(0)
+def _start_detached(job: Job, folder: Path, python: Sequence[str], writing: int) -> None:
+    """Runs in the child: leaves the session, submits, and reports the job id through the pipe."""
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    # Also standard error: a reader of its pipe would wait for the run's end.
+    for standard_stream in (0, 1, 2):
+        os.dup2(null, standard_stream)
+    executor = submitit.LocalExecutor(folder, python=shlex.join(python))
+    # submitit needs a limit: a week.
+    executor.update_parameters(timeout_min=7 * 24 * 60, stderr_to_stdout=True)
+    os.write(writing, executor.submit(job).job_id.encode())
 
 
 def run_here(entry: Entry, folder: RunFolder, submission: Submission) -> JobRecord:
