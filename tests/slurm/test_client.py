@@ -11,6 +11,7 @@ from can_train.runs.scheduler import AccountRow, JobStep, NoControllerError, Que
 from can_train.slurm.client import (
     SUBMIT_TIMEOUT_S,
     Partition,
+    expected_start,
     limited,
     moved_dependency,
     parse_partitions,
@@ -185,6 +186,26 @@ def test_a_job_that_squeue_has_never_heard_of_is_an_empty_answer(
 def test_without_slurm_nothing_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert query_jobs([slurm_job("12")]).silent == {CLUSTER: "scontrol and sbatch are not both installed"}
+
+
+@pytest.mark.parametrize(
+    ("errors", "refusal"),
+    [
+        ("", "sbatch fails"),
+        ("sbatch: error: \\n\\n", "sbatch fails"),
+        ("sbatch: error: No such cluster\\n\\nsbatch: error: Use 'sacctmgr list'\\n", "No such cluster"),
+        (
+            "allocation failure: Requested node configuration is not available",
+            "Requested node configuration is not available",
+        ),
+    ],
+)
+def test_a_refused_script_has_the_last_reason_that_is_not_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: str, refusal: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    program(tmp_path, "sbatch", f'printf "{errors}" >&2; exit 1')
+    assert expected_start("#!/bin/sh").refusal == refusal
 
 
 def test_without_jobs_nobody_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

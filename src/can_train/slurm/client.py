@@ -167,10 +167,14 @@ def _query_queue(numbers: str, cluster: str, local: str, *, timeout_s: float = _
     return parse_squeue(result.output, cluster)
 
 
+_ERROR: Final = re.compile(r"^\w+: (?:error|fatal):")
+
+
 def _why_it_failed(result: CommandResult, program: str) -> str:
     """Returns the last line of a program's error, without advice, which follows the error of an unknown cluster."""
-    lines = [line for line in result.errors.strip().splitlines() if "Use 'sacctmgr" not in line]
-    return re.sub(r"^\w+: (?:error|fatal): ", "", lines[-1]) if lines else f"{program} fails"
+    lines = [line for line in result.errors.splitlines() if "Use 'sacctmgr" not in line]
+    reasons = [reason for line in lines if (reason := _ERROR.sub("", line).strip())]
+    return reasons[-1] if reasons else f"{program} fails"
 
 
 def parse_squeue(text: str, cluster: str) -> list[QueueRow]:
@@ -380,8 +384,7 @@ def expected_start(script: str) -> ExpectedStart:
         result = run_command(SBATCH, "--test-only", file.name, timeout_s=SUBMIT_TIMEOUT_S)
     if (started := _STARTS.search(result.errors + result.output)) is not None:
         return ExpectedStart(time=datetime.fromisoformat(started[1]))
-    lines = [line.removeprefix("allocation failure: ") for line in _why_it_failed(result, SBATCH).splitlines()]
-    return ExpectedStart(refusal=lines[-1])
+    return ExpectedStart(refusal=_why_it_failed(result, SBATCH).removeprefix("allocation failure: "))
 
 
 # Partitions and nodes
