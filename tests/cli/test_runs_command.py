@@ -74,6 +74,11 @@ def test_runs_are_listed_the_newest_first_with_state_progress_and_loss(
     ]
 
 
+def test_a_loss_of_zero_is_shown(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    runs.add(1, RESULT | {"best_validation_loss": 0.0})
+    assert "0 at best in validation" in said(capsys, "status", "last", *runs.flags)
+
+
 def test_runs_of_each_data_set_are_a_table_with_score_device_and_what_was_set_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

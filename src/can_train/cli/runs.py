@@ -245,7 +245,7 @@ def _status_lines(status: RunStatus) -> list[str]:
         "state": str(status.state),
         "time": duration(seconds) if seconds is not None else "",
         "progress": ", ".join(filter(None, steps)),
-        "loss": f"{loss:.4g} at best in validation" if loss else "",
+        "loss": f"{loss:.4g} at best in validation" if loss is not None else "",
         "memory": ", ".join(filter(None, memory)),
         "folder": str(status.known.folder.path),
         "log": str(log) if is_file(log) else "",

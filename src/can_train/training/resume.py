@@ -91,6 +91,7 @@ def change_request(folder: RunFolder, settings: Mapping[str, Any]) -> list[str]:
 
 
 def _in_words(changed: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    # A setting of a job that is 0, no, or empty is not set.
     return [f"{name} is {each['after'] or 'not set'} from here on, in place of {each['before'] or 'none'}"
             for name, each in changed.items()]  # fmt: skip
 
