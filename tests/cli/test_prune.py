@@ -66,6 +66,8 @@ def years_old(runs: Runs) -> None:
     put(runs.state_dir / "observations" / ".0123456789abcdef.tmp", 0)
     put(path / ".0123456789abcdef.tmp", 0)
     put(path / "notes.tmp", 0)
+    # A folder that was being deleted.
+    put(runs.runs_dir / ".fedcba9876543210.tmp" / "config.yaml", 0)
     aged(runs.state_dir, 999)
     aged(runs.runs_dir, 999)
 
@@ -76,7 +78,7 @@ EVERYTHING = {
     "copies of code": {"unused"},
     "what is remembered of records": {"runs-12345678"},
     "repeated starts": {"20260101001000000000-run-1-1.started.json"},
-    "unfinished files": {".0123456789abcdef.tmp", ".synthetic-1.abc"},
+    "unfinished files": {".0123456789abcdef.tmp", ".fedcba9876543210.tmp", ".synthetic-1.abc"},
 }
 
 

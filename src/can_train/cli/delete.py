@@ -3,7 +3,6 @@ entries in the registry. What their attempts taught stays.
 """
 
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 from can_train.cli.output import confirm, print_aside, print_json, print_text
 from can_train.cli.run_locator import AsJson, RunLocator, Runs, RunsDir, StateDir, Yes
 from can_train.errors import ConfigError, RunError
-from can_train.io.records import TEMPORARY_SUFFIX, is_folder
+from can_train.io.records import is_folder, remove_folder
 from can_train.io.units import counted, size_text
 from can_train.report.run_list import RunFilter, RunList
 from can_train.report.text import local_time
@@ -118,10 +117,7 @@ def delete_run(locator: RunLocator, run: KnownRun) -> None:
     try:
         for place in (run.folder.path, entry):
             if is_folder(place):
-                # In one step, so that nobody takes half of it for the whole.
-                aside = place.with_name(f".{os.urandom(8).hex()}{TEMPORARY_SUFFIX}")
-                place.rename(aside)
-                shutil.rmtree(aside)
+                remove_folder(place)
     except OSError as error:
         raise RunError("The run cannot be deleted", value=f"{run.path}: {error.strerror}",
                        remedy="Ask the owner of the folder to delete it") from error  # fmt: skip

@@ -4,7 +4,6 @@ Runs, checkpoints, observations and events stay.
 
 import os
 import re
-import shutil
 import sys
 import time
 from contextlib import suppress
@@ -18,7 +17,7 @@ from can_train.cli.output import confirm, print_aside, print_json, print_tables,
 from can_train.errors import ConfigError
 from can_train.factors.observations import repeated_starts
 from can_train.io.index import index_folder
-from can_train.io.records import TEMPORARY_SUFFIX
+from can_train.io.records import TEMPORARY_SUFFIX, remove_folder
 from can_train.io.units import parse_time_min, size_text
 from can_train.reporter import COLUMNS, TextTable
 from can_train.runs.registry import Registry
@@ -81,8 +80,9 @@ def find_prunable(places: Places, *, older_s: float, now: float) -> list[Prunabl
     kinds |= dict.fromkeys(_children(index_folder(state)), "what is remembered of records")
     kinds |= dict.fromkeys(repeated_starts(state), "repeated starts")
     for root in (state, cache, places.runs):
-        for folder, _, names in os.walk(root):
-            kinds |= {Path(folder, name): "unfinished files" for name in names if _TEMPORARY.fullmatch(name)}
+        for folder, folders, names in os.walk(root):
+            temporary = filter(_TEMPORARY.fullmatch, [*folders, *names])
+            kinds |= {Path(folder, name): "unfinished files" for name in temporary}
     # A folder of prepared data gets its name when it is complete.
     kinds |= {path: "unfinished files" for path in _children(cache) if path.name.startswith(".")}
     prunable = []
@@ -158,10 +158,7 @@ def _print_table(prunable: list[Prunable], places: Places, older_than: str) -> N
 def _delete(path: Path) -> bool:
     try:
         if path.is_dir() and not path.is_symlink():
-            # In one step, so that nobody takes half of it for the whole.
-            aside = path.with_name(f".{os.urandom(8).hex()}{TEMPORARY_SUFFIX}")
-            path.rename(aside)
-            shutil.rmtree(aside)
+            remove_folder(path)
         else:
             path.unlink(missing_ok=True)
     except OSError:

@@ -4,8 +4,6 @@ damaged folders again.
 """
 
 import json
-import os
-import secrets
 import shutil
 import struct
 import tempfile
@@ -21,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from can_train.errors import StateError
+from can_train.io.records import TEMPORARY_SUFFIX, remove_folder, temporary_beside
 
 META: Final = "meta.json"
 
@@ -103,18 +102,15 @@ class StoredArray:
 
 
 def discard_folder(folder: Path) -> None:
-    """Removes a folder in one step, so that nobody sees it half removed. Processes that have it mapped keep their map.
+    """Removes a folder as `remove_folder` does. Processes that have it mapped keep their map.
 
     Raises:
         StateError: It cannot be removed.
     """
-    aside = _temporary_folder(folder)
-    with _as_state_error(folder.parent):
-        try:
-            folder.rename(aside)
-        except FileNotFoundError:
-            return  # another process found the same damage first
-        shutil.rmtree(aside, ignore_errors=True)
+    # Another process may have seen the same damage first.
+    with _as_state_error(folder.parent), suppress(FileNotFoundError):
+        # On a network file system, files that are mapped stay for as long.
+        remove_folder(folder, ignore_errors=True)
 
 
 class ArrayWriter:
@@ -126,7 +122,7 @@ class ArrayWriter:
     """
 
     def __init__(self, folder: Path, kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-        self._folder, self._kinds, self._temporary = folder, kinds, _temporary_folder(folder)
+        self._folder, self._kinds, self._temporary = folder, kinds, temporary_beside(folder)
         self._stack = ExitStack()
         self._arrays: dict[str, _ArrayFile] = {}
 
@@ -134,7 +130,7 @@ class ArrayWriter:
         with _as_state_error(self._folder.parent):
             self._folder.parent.mkdir(parents=True, exist_ok=True)
             # Unfinished folders of processes that were killed.
-            for leftover in self._folder.parent.glob(".*.*-*/"):
+            for leftover in self._folder.parent.glob(f".*{TEMPORARY_SUFFIX}/"):
                 newest = max((file.stat().st_mtime for file in leftover.iterdir()), default=leftover.stat().st_mtime)
                 if time.time() - newest > _LEFTOVER_SECONDS:
                     shutil.rmtree(leftover, ignore_errors=True)
@@ -282,11 +278,6 @@ def writing_folder(folder: Path) -> Iterator[Path]:
                 existing = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
                 if not {path.name for path in staged.iterdir()} <= existing:
                     raise
-
-
-def _temporary_folder(folder: Path) -> Path:
-    # In the same parent, so that the rename stays inside one file system.
-    return folder.parent / f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}"
 
 
 @contextmanager

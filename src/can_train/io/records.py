@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -119,6 +120,29 @@ def writing_place(path: Path, *, as_folder: bool) -> Iterator[Path]:
     _flush_folder(path.parent)
 
 
+def temporary_beside(path: Path) -> Path:
+    """Names a file or folder that is being written or removed, in the folder of `path`: a rename stays within one file
+    system.
+    """
+    # Not the final name with a suffix, which could be longer than a file system allows.
+    return path.with_name(f".{os.urandom(8).hex()}{TEMPORARY_SUFFIX}")
+
+
+def remove_folder(folder: Path, *, ignore_errors: bool = False) -> None:
+    """Removes a folder in one step, so that nobody takes half of it for the whole.
+
+    Args:
+        folder: The folder.
+        ignore_errors: Leave files that cannot be removed, under another name.
+
+    Raises:
+        OSError: It cannot be removed.
+    """
+    aside = temporary_beside(folder)
+    folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=ignore_errors)
+
+
 def write_bytes_atomic(path: Path, data: bytes) -> None:
     """Writes a file whole or not at all."""
     with open_atomic(path) as file:
@@ -181,10 +205,9 @@ def json_text(value: Any) -> str:
 
 @contextmanager
 def _temporary(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    # Not the final name with a suffix, which could be longer than a file system allows; and not tempfile's file, whose
-    # permissions would hide the result from a group that shares the folder. Nor may that group write to it, as it could
-    # with a umask of 002: a run's configuration names code.
-    temporary = path.with_name(f".{os.urandom(8).hex()}{TEMPORARY_SUFFIX}")
+    # Not tempfile's file, whose permissions would hide the result from a group that shares the folder. Nor may that
+    # group write to it, as it could with a umask of 002: a run's configuration names code.
+    temporary = temporary_beside(path)
     try:
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
             yield temporary, file

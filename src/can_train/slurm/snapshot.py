@@ -5,7 +5,6 @@ copy.
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -230,7 +229,7 @@ def _walk(folder: Path) -> list[str]:
 
 
 def _make(folder: Path, files: Mapping[str, bytes]) -> None:
-    temporary = folder.with_name(f".{os.urandom(8).hex()}.tmp")
+    temporary = records.temporary_beside(folder)
     try:
         for name, content in files.items():
             place = temporary / name

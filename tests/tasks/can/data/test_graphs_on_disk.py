@@ -119,13 +119,13 @@ def test_a_discarded_cache_stays_readable_where_it_is_mapped(tmp_path: Path) -> 
 
 def test_leftovers_of_killed_processes_are_removed_once_they_are_old(tmp_path: Path) -> None:
     for name, age_hours in (("old", 48), ("young", 1)):
-        leftover = tmp_path / f".{name}.123-abcdef01"
+        leftover = tmp_path / f".{name}.tmp"
         leftover.mkdir()
         for path in (leftover / "label.npy", leftover):
             path.touch()
             os.utime(path, (time.time() - age_hours * 3600,) * 2)
     cached_graphs(tmp_path / "key", LOGS)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".young.123-abcdef01", "key"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".young.tmp", "key"]
 
 
 def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
