@@ -168,15 +168,15 @@ def test_a_reset_asks_and_nobody_answers_on_a_pipe(state: Path) -> None:
     assert not (state / "events").exists()
 
 
-@pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", 1)])
-def test_a_reset_asks_on_a_terminal(state: Path, answer: str, code: int) -> None:
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_a_reset_asks_on_a_terminal(state: Path, answer: str) -> None:
     ours, theirs = os.openpty()
     with os.fdopen(ours, "w") as keyboard, os.fdopen(theirs) as terminal:
         keyboard.write(f"{answer}\n")
         keyboard.flush()
         command = [sys.executable, "-m", "can_train", "factors", "--reset", KEY, "--state-dir", str(state)]
         ended = subprocess.run(command, stdin=terminal, capture_output=True, text=True, check=False)
-    assert ended.returncode == code
+    assert ended.returncode == 0
     assert f"Shall 3 runs of {KEY} teach nothing any more? Their history stays." in ended.stderr
     assert (state / "events").exists() is (answer == "y")
 

@@ -80,7 +80,7 @@ def test_every_stage_gets_the_place_that_is_chosen_for_all(slurm: Path, capsys: 
     )
     line = ("--stages", "normal,student", "--device", "cpu", "--partition", "auto")
     assert main((*LINE, *line)) == 2
-    assert "--partition auto asks before it submits" in capsys.readouterr().err
+    assert "since --partition auto asks first" in capsys.readouterr().err
     assert not (slurm / "sent").exists()
     found = sent(capsys, *line, "--yes")
     assert re.findall(r"--partition=(\S+)", (slurm / "sent").read_text()) == ["scavenge"] * 2

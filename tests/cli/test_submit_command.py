@@ -657,7 +657,7 @@ def test_the_trials_of_a_search_get_one_place(slurm: Path, capsys: pytest.Captur
     sbatch.write_text(sbatch.read_text().replace("esac;", f"esac; case $* in --test-only*) {starts};; esac;", 1))
     search = ("--set", "training.lr=interval(1e-4,1e-1)", "--trials", "2", "--device", "cpu", "--partition", "auto")
     assert main((*TRAIN, "--submit", *search)) == 2
-    assert "--partition auto asks before it submits" in capsys.readouterr().err
+    assert "since --partition auto asks first" in capsys.readouterr().err
     assert not (slurm / "sent").exists()
     submit(capsys, *search, "--yes")
     assert (slurm / "sent").read_text().count("--partition=scavenge\n") == 1

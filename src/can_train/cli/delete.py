@@ -3,15 +3,12 @@ entries in the registry. What their attempts taught stays.
 """
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import typer
-
-from can_train.cli.output import confirm, print_aside, print_json, print_text
+from can_train.cli.output import ask, print_json, print_text
 from can_train.cli.run_locator import AsJson, RunLocator, Runs, RunsDir, StateDir, Yes
-from can_train.errors import ConfigError, RunError
+from can_train.errors import RunError
 from can_train.io.records import is_folder, remove_folder
 from can_train.io.units import counted, size_text
 from can_train.report.run_list import RunFilter, RunList
@@ -50,20 +47,9 @@ def delete(
 
 
 def ask_to_delete(total: str, *, yes: bool, can_ask: bool, command: str = "delete") -> None:
-    """Asks whether something may be deleted; `command` is the one that asks.
-
-    Raises:
-        ConfigError: Nobody can be asked, and `yes` is not given.
-        typer.Exit: The answer is no.
-    """
-    if yes:
-        return
-    if not can_ask or not sys.stdin.isatty():
-        raise ConfigError(f"Nothing was deleted, since {command} asks first and nobody can answer here", value=total,
-                          remedy="Add --yes")  # fmt: skip
-    if not confirm(f"Delete {total}?"):
-        print_aside("Nothing was deleted.")
-        raise typer.Exit(1)
+    """Asks whether something may be deleted; `command` is the command or flag that asks. Raises as `ask` does."""
+    if not yes:
+        ask(f"Delete {total}?", command=command, otherwise="Nothing was deleted", value=total, can_ask=can_ask)
 
 
 def check_deletable(locator: RunLocator, statuses: Sequence[RunStatus]) -> None:

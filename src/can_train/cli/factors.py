@@ -2,7 +2,6 @@
 Each action writes at most one event, refreshes the export, and reports the change in words or as JSON.
 """
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -11,7 +10,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from can_train.cli.output import confirm, print_aside, print_json, print_tables, print_text, writing
+from can_train.cli.output import ask, print_aside, print_json, print_tables, print_text, writing
 from can_train.cli.run_locator import StateDir
 from can_train.config.resolved import check_folder, differences, flat
 from can_train.errors import ConfigError, StateError, nearest_first, unknown_name, with_command_name
@@ -244,12 +243,9 @@ def _reset(store: FactorStore, key: str | None, device: str | None, *, yes: bool
     keys = sorted({summary.key for summary in affected})
     runs = sum(len(summary.runs) for current in affected for summary in (current, *current.other_settings))
     what = f"{counted(runs, 'run')} of {keys[0] if len(keys) == 1 else counted(len(keys), 'key')}{_on(device)}"
-    if not yes and not sys.stdin.isatty():
-        raise ConfigError("Nothing was reset, since --reset asks first and standard input is no terminal",
-                          remedy="Add --yes")  # fmt: skip
-    if not yes and not confirm(f"Shall {what} teach nothing any more? Their history stays."):
-        print_aside("Nothing was reset.")
-        raise typer.Exit(1)
+    if not yes:
+        question = f"Shall {what} teach nothing any more? Their history stays."
+        ask(question, command="--reset", otherwise="Nothing was reset")
     path = store.reset(key, device)
     pinned = [summary for summary in affected if summary.state == "pinned"]
     notices = [f"{summary.key} on {_shown_device(summary.device)} is {summary.reason}: --unpin removes that"

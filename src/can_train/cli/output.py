@@ -204,9 +204,26 @@ def clear_screen() -> None:
     print(_CLEAR, end="")
 
 
-def confirm(question: str) -> bool:
-    """Asks on standard error for a yes or a no."""
-    return typer.confirm(printable(question), err=True)
+def ask(question: str, *, command: str, otherwise: str, value: str = "", can_ask: bool = True) -> None:
+    """Asks on standard error whether to go on, where `--yes` is not given.
+
+    Args:
+        question: A question whose answer is yes or no.
+        command: The command or flag that asks.
+        otherwise: What a no means, as a clause, `Nothing was deleted`.
+        value: The value of the error.
+        can_ask: Somebody could answer, if standard input is a terminal.
+
+    Raises:
+        ConfigError: Nobody can be asked.
+        typer.Exit: The answer is no, with the exit code 0: a no is no error.
+    """
+    if not can_ask or not sys.stdin.isatty():
+        raise ConfigError(f"{otherwise}, since {command} asks first and nobody can answer here", value=value,
+                          remedy="Add --yes")  # fmt: skip
+    if not typer.confirm(printable(question), err=True):
+        print_aside(f"{otherwise}.")
+        raise typer.Exit
 
 
 @contextmanager

@@ -80,9 +80,7 @@ def _pipeline(flags: Flags) -> None:
         for notice in step.notices:
             output.print_note(f"{step.name}: {notice}")
     if flags["submit"]:
-        steps = [*_placed(steps, flags, verbosity)]
-        if not steps:
-            return
+        steps = _placed(steps, flags, verbosity)
     elif flags["yes"]:
         raise ConfigError("--yes has no effect without --submit", remedy="Leave it out")
     if flags["dry_run"]:
@@ -233,11 +231,13 @@ def _train_stage(folder: RunFolder, step: PlannedStage, stream: TextIO | None, v
 # Submitting to SLURM
 
 
-def _placed(steps: Sequence[PlannedStage], flags: Flags, verbosity: Verbosity) -> Sequence[PlannedStage]:
-    """Returns the stages, new ones at the place that `--partition auto` chooses for all of them; none where the person
-    who is asked does not agree.
+def _placed(steps: list[PlannedStage], flags: Flags, verbosity: Verbosity) -> list[PlannedStage]:
+    """Returns the stages, new ones at the place that `--partition auto` chooses for all of them.
+
+    Raises:
+        typer.Exit: The person who is asked does not agree.
     """
-    from can_train.cli.submit import agree, place_runs, print_places
+    from can_train.cli.submit import ask_to_submit, place_runs, print_places
     from can_train.runs.pipeline import REUSED, RUNNING_ALREADY
 
     new = [step for step in steps if step.what not in (REUSED, RUNNING_ALREADY) and step.run.cluster.wants_place]
@@ -248,8 +248,8 @@ def _placed(steps: Sequence[PlannedStage], flags: Flags, verbosity: Verbosity) -
     placement = place_runs([step.run for step in new], output.make_reporter(verbosity))
     if not flags["json"]:
         print_places(placement, f"Places for {len(new)} stages")
-    if not flags["dry_run"] and not agree(placement, yes=flags["yes"]):
-        return ()
+    if not (flags["dry_run"] or flags["yes"]):
+        ask_to_submit(placement)
     placed = {step.name: run for step, run in zip(new, placement.runs, strict=True)}
     return [replace(step, run=placed.get(step.name, step.run)) for step in steps]
 

@@ -4,7 +4,6 @@ Runs, checkpoints, observations and events stay.
 
 import os
 import re
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from typing import Final
 
 import typer
 
-from can_train.cli.output import confirm, print_aside, print_json, print_tables, print_text
+from can_train.cli.delete import ask_to_delete
+from can_train.cli.output import print_json, print_tables, print_text
 from can_train.errors import ConfigError
 from can_train.factors.observations import repeated_starts
 from can_train.io.index import index_folder
@@ -121,13 +121,8 @@ def prune(places: Places, older_than: str, *, yes: bool, as_json: bool) -> None:
     total = f"{len(prunable)} of them, {size_text(sum(item.size_bytes for item in prunable))}"
     if not as_json:
         _print_table(prunable, places, older_than)
-    if prunable and not yes:
-        if as_json or not sys.stdin.isatty():
-            raise ConfigError("Nothing was deleted, since --prune asks first and nobody can answer here", value=total,
-                              remedy="Add --yes")  # fmt: skip
-        if not confirm(f"Delete {total}?"):
-            print_aside("Nothing was deleted.")
-            raise typer.Exit(1)
+    if prunable:
+        ask_to_delete(total, yes=yes, can_ask=not as_json, command="--prune")
     left = [item for item in prunable if not _delete(item.path)]
     if as_json:
         objects = {item: {"kind": item.kind, "path": str(item.path), "bytes": item.size_bytes} for item in prunable}

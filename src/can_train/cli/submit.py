@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from can_train.cli.output import confirm, print_json, print_note, print_tables, print_text, print_wrapped, working
+from can_train.cli.output import ask, print_json, print_note, print_tables, print_text, print_wrapped, working
 from can_train.config.resolved import ResolvedRun, plain_to_yaml, state_dir
 from can_train.config.settings import AUTO_PACK, MOST_PACKED, ClusterSettings
 from can_train.errors import (
@@ -685,18 +685,8 @@ def print_places(placement: Placement, title: str) -> None:
     print_wrapped(f"{reason(placement.places)}.")
 
 
-def agree(placement: Placement, *, yes: bool) -> bool:
-    """Asks whether to submit to the best place.
-
-    Raises:
-        ConfigError: Nobody can be asked.
-    """
-    if yes or not placement.places:
-        return True
-    if not sys.stdin.isatty():
-        raise ConfigError("--partition auto asks before it submits, and there is no terminal",
-                          value=placement.places[0].name, remedy="Add --yes")  # fmt: skip
-    if confirm(f"Submit to {placement.places[0].name}?"):
-        return True
-    print_note("Nothing was submitted")
-    return False
+def ask_to_submit(placement: Placement) -> None:
+    """Asks whether to submit to the best place, where places were compared. Raises as `ask` does."""
+    if placement.places:
+        place = placement.places[0].name
+        ask(f"Submit to {place}?", command="--partition auto", otherwise="Nothing was submitted", value=place)

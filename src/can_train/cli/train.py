@@ -206,8 +206,7 @@ def start_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence[str]
         from can_train.cli.submit import submit_runs
 
         placement = _placed(runs, flags, verbosity)
-        if placement.runs:
-            submit_runs(continue_in_job, placement, after=after, force=flags["force"], as_json=flags["json"])
+        submit_runs(continue_in_job, placement, after=after, force=flags["force"], as_json=flags["json"])
     else:
         _train_here(runs, verbosity, as_json=flags["json"])
 
@@ -218,28 +217,28 @@ def _check_yes(runs: Sequence["ResolvedRun"], flags: Flags) -> None:
 
 
 def _placed(runs: Sequence["ResolvedRun"], flags: Flags, verbosity: Verbosity) -> "Placement":
-    """Returns the runs at the place that `--partition auto` chooses, as they are without it; no runs where the person
-    who is asked does not agree.
+    """Returns the runs at the place that `--partition auto` chooses, as they are without it.
 
     Raises:
         DoesNotFitError: A run does not fit the kind of GPU that its job asks for.
+        typer.Exit: The person who is asked does not agree.
     """
-    from can_train.cli.submit import Placement, agree, check_fits, pack_runs, place_runs, print_places
+    from can_train.cli.submit import Placement, ask_to_submit, check_fits, pack_runs, place_runs, print_places
 
-    if not flags["submit"] or not any(run.cluster.wants_place for run in runs):
+    if not flags["submit"]:
+        return Placement(runs=runs)
+    reporter, wants_place = output.make_reporter(verbosity), any(run.cluster.wants_place for run in runs)
+    if wants_place:
+        placement = place_runs(runs, reporter)
+    else:
         # A dry run prints the plan, or the error.
-        if flags["submit"] and not flags["dry_run"]:
-            return pack_runs(check_fits(runs, output.make_reporter(verbosity)), output.make_reporter(verbosity))
-        return (
-            pack_runs(Placement(runs=runs), output.make_reporter(verbosity))
-            if flags["submit"]
-            else Placement(runs=runs)
-        )
-    placement = place_runs(runs, output.make_reporter(verbosity))
-    placement = pack_runs(placement, output.make_reporter(verbosity))
-    if not flags["json"]:
+        placement = Placement(runs=runs) if flags["dry_run"] else check_fits(runs, reporter)
+    placement = pack_runs(placement, reporter)
+    if wants_place and not flags["json"]:
         print_places(placement, f"Places for {_title(runs[0], runs) if len(runs) == 1 else f'{len(runs)} runs'}")
-    return placement if flags["dry_run"] or agree(placement, yes=flags["yes"]) else Placement(runs=())
+    if wants_place and not (flags["dry_run"] or flags["yes"]):
+        ask_to_submit(placement)
+    return placement
 
 
 def _train_here(runs: Sequence["ResolvedRun"], verbosity: Verbosity, *, as_json: bool) -> None:
@@ -361,8 +360,7 @@ def _search(flags: Flags, after: Sequence[str], resolve: "Callable[[Flags], Sequ
         check_started_once("A submission", "The job starts a rank on each GPU: --gpus N --nodes M")
         numbers = planned.missing()
         placement = _placed(planned.jobs(len(numbers)), flags, verbosity)
-        if placement.runs or not numbers:
-            submit_trials(continue_in_job, planned, placement, after=after, as_json=flags["json"])
+        submit_trials(continue_in_job, planned, placement, after=after, as_json=flags["json"])
     else:
         check_started_once("A search", "Its trials then train in one process each, or with --submit --gpus N on N GPUs")
         if verbosity != Verbosity.QUIET and not flags["json"]:

@@ -278,7 +278,7 @@ def test_the_partition_is_chosen_among_those_that_take_the_job(slurm: Slurm) -> 
     unasked = slurm.can_train(*line, "--submit", check=False)
     assert unasked.returncode == 2
     assert unasked.stderr.endswith(
-        "error: --partition auto asks before it submits, and there is no terminal: main.\nAdd --yes.\n"
+        "Nothing was submitted, since --partition auto asks first and nobody can answer here: main.\nAdd --yes.\n"
     )
     (run,) = submitted(slurm, *line, "--yes", "--set", "cluster.additional.hold=true")
     assert shown(slurm, run["job_id"], "Partition") == "main"
