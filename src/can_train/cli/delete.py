@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from can_train.cli.output import ask, print_json, print_text
+from can_train.cli.output import ask_to_delete, print_json, print_text
 from can_train.cli.run_locator import AsJson, RunLocator, Runs, RunsDir, StateDir, Yes
 from can_train.errors import RunError
 from can_train.io.records import is_folder, remove_folder
@@ -44,12 +44,6 @@ def delete(
         print_json({"deleted": [{"run_id": run.run_id, "path": run.path, "bytes": sizes[run.run_id]} for run in known]})
     else:
         print_text(f"Deleted {total}.")
-
-
-def ask_to_delete(total: str, *, yes: bool, can_ask: bool, command: str = "delete") -> None:
-    """Asks whether something may be deleted; `command` is the command or flag that asks. Raises as `ask` does."""
-    if not yes:
-        ask(f"Delete {total}?", command=command, otherwise="Nothing was deleted", value=total, can_ask=can_ask)
 
 
 def check_deletable(locator: RunLocator, statuses: Sequence[RunStatus]) -> None:

@@ -226,6 +226,12 @@ def ask(question: str, *, command: str, otherwise: str, value: str = "", can_ask
         raise typer.Exit
 
 
+def ask_to_delete(total: str, *, yes: bool, can_ask: bool, command: str = "delete") -> None:
+    """Asks whether something may be deleted; `command` is the command or flag that asks. Raises as `ask` does."""
+    if not yes:
+        ask(f"Delete {total}?", command=command, otherwise="Nothing was deleted", value=total, can_ask=can_ask)
+
+
 @contextmanager
 def writing(what: str, path: object, remedy: str = "Name a file in a folder that you may write to") -> Iterator[None]:
     """Raises ConfigError where a file that the user named cannot be written in the block."""

@@ -12,8 +12,7 @@ from typing import Final
 
 import typer
 
-from can_train.cli.delete import ask_to_delete
-from can_train.cli.output import print_json, print_tables, print_text
+from can_train.cli.output import ask_to_delete, print_json, print_tables, print_text
 from can_train.errors import ConfigError
 from can_train.factors.observations import repeated_starts
 from can_train.io.index import index_folder

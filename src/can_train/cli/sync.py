@@ -12,7 +12,7 @@ from typing import Annotated, Final
 
 import typer
 
-from can_train.cli.output import print_json, print_text, print_wrapped
+from can_train.cli.output import ask_to_delete, print_json, print_text, print_wrapped
 from can_train.cli.run_locator import AsJson, RunLocator, RunsDir, StateDir, Yes
 from can_train.errors import ConfigError, RunError, with_command_name
 from can_train.io.records import this_host, utc_now, write_document
@@ -48,7 +48,7 @@ def archive(
 ) -> None:
     """Copy runs as sync does, compare the copies, and delete the runs here. Asks first."""
     # Imported late: reading lists of runs is slow to import, and `sync` needs none of it.
-    from can_train.cli.delete import ask_to_delete, check_deletable, delete_run, folder_size
+    from can_train.cli.delete import check_deletable, delete_run, folder_size
 
     locator = RunLocator(runs_dir, state_dir)
     runs, place = _split(names, "archive")
