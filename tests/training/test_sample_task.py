@@ -337,7 +337,7 @@ def test_a_task_that_takes_gradients_itself_is_validated_and_judged(precision: s
     before = torch.get_rng_state()
     total, count = (float(torch.as_tensor(number).detach()) for number in losses["force"])
     assert validation_loss(session) == pytest.approx(total / count, rel=1e-9)
-    with torch.inference_mode(), session.precision.context(torch.device("cpu")):
+    with torch.no_grad(), session.precision.context(torch.device("cpu")):
         torch.set_rng_state(before)
         judged = Forces().outcome(model, rows, torch.device("cpu"), session.precision.dtype)
         again = torch.rand(())
@@ -350,9 +350,63 @@ def test_a_task_that_takes_gradients_itself_is_validated_and_judged(precision: s
     assert torch.equal(again, torch.rand(()))
 
 
+class Table(nn.Module):
+    """Keeps a table of positions, which a longer sequence makes anew, in an attribute or in a buffer."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.layers, self.place, self.table = nn.Linear(2, 1), place, torch.zeros(0)
+        if place:
+            self.register_buffer("positions", torch.zeros(0), persistent=place == "saved")
+
+    def forward(self, values: Tensor) -> Tensor:
+        table = self.get_buffer("positions") if self.place else self.table
+        if len(table) < values.shape[1]:
+            table = torch.arange(values.shape[1]) / 8.0
+            if self.place:
+                self.register_buffer("positions", table, persistent=self.place == "saved")
+            self.table = table
+        return self.layers(values) * table[: values.shape[1], None].to(values)
+
+
+class Positions(Words):
+    """The longest sequences are in validation."""
+
+    place = ""
+
+    def datasets(self) -> Mapping[str, Sequence[Any]]:
+        sets = {name: list(samples) for name, samples in super().datasets().items()}
+        return {**sets, "validation": [*sets["validation"], torch.ones(12, 2, dtype=torch.float64)]}
+
+    def model(self) -> nn.Module:
+        return Table(self.place)
+
+
+class Sparse(Words):
+    """Its samples are sparse tensors, which only a collate of its own stacks."""
+
+    def datasets(self) -> Mapping[str, Sequence[Any]]:
+        samples = list(torch.randn(40, 4, 2, generator=torch.Generator().manual_seed(0)).relu().to_sparse())
+        return {"train": samples, "validation": samples[:10]}
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        return torch.stack(list(samples)).to_dense(), torch.full((len(samples),), 4)
+
+
+@pytest.mark.parametrize("find", ["off", "opt"])
+@pytest.mark.parametrize("kind", [
+    Positions, type("Buffered", (Positions,), {"place": "unsaved"}), type("Saved", (Positions,), {"place": "saved"}),
+    Sparse,
+])  # fmt: skip
+def test_validation_makes_nothing_that_training_cannot_use(kind: type[Task], find: str, tmp_path: Path) -> None:
+    session = trained(tmp_path, kind(), epochs=2, find_batch_size=find)
+    assert session.progress.epoch == 2
+    assert validation_loss(session) > 0
+
+
 def test_the_first_call_of_a_method_in_validation_takes_no_more_memory_than_the_next() -> None:
     task, meter, peaks = Words(), SimulatedMeter(64 * 2**20), []
-    with meter.active(), torch.inference_mode():
+    with meter.active(), torch.no_grad():
         model, batch = nn.Linear(2, 1), (torch.zeros(3, 4, 2), torch.tensor([4, 4, 4]))
         for _ in range(2):
             meter.reset_peak()

@@ -233,11 +233,6 @@ def to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return _with_parts(batch, moved)
 
 
-def cloned(batch: Any) -> Any:
-    """Copies the tensors of a batch, and objects that can copy themselves (torch_geometric's batches can)."""
-    return _with_parts(batch, lambda part: part.clone() if hasattr(part, "clone") else part)
-
-
 def host_copies(values: Any) -> Any:
     """Copies the tensors of some values to the host, without their graphs."""
     # Also those that are on the CPU: a slice keeps the whole tensor alive, and a simulated device counts it.

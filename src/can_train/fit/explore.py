@@ -760,7 +760,7 @@ class Explorer:
         rows, snapshot = self.task.validation_rows[: sum(SPLIT)], Snapshot(self.model, self.meter.device)
         self.model.eval()
         try:
-            with CatchOutOfMemory(), torch.inference_mode(), self._precision.context(self.meter.device):
+            with CatchOutOfMemory(), torch.no_grad(), self._precision.context(self.meter.device):
                 self.task.check_outputs(self.model, rows, self.meter.device, self._precision.dtype)
         finally:
             self.model.train()
@@ -871,7 +871,7 @@ class Explorer:
 
     def _evaluate(self, rows: NDArray[np.int64]) -> None:
         try:
-            with torch.inference_mode():
+            with torch.no_grad():
                 self._losses(self._batch(rows, coupled=False), 0, len(rows))
         finally:
             self._reset_shards()

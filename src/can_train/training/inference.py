@@ -107,7 +107,7 @@ class BatchedInference:
         meter, precision = self.device.meter, self.device.precision
 
         def inferred(part: Rows) -> T:
-            with torch.inference_mode(), precision.context(meter.device):
+            with torch.no_grad(), precision.context(meter.device):
                 return compute(self.model, part, meter.device, precision.dtype)
 
         return self.run(rows, inferred)

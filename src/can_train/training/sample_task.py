@@ -27,7 +27,7 @@ from torch.utils.data import ConcatDataset
 from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.config.task_settings import DatasetSettings, ModeSettings, NoSettings, load_object, missing_extra
 from can_train.errors import CanTrainError, ConfigError, DataError, TaskError, is_stop
-from can_train.fit.collate import cloned, host_copies, leaves, pad_and_stack, to_device
+from can_train.fit.collate import host_copies, leaves, pad_and_stack, to_device
 from can_train.fit.random_state import capture_generators, restore_generators
 from can_train.io.records import sketch
 from can_train.io.units import counted, size_text
@@ -948,7 +948,7 @@ class Task(BatchTask):
         """Calls a method of the task's own. In validation and judging it may need the gradients that are off there: for
         a gradient penalty, or forces, which are an energy's gradient.
         """
-        if not torch.is_inference_mode_enabled():
+        if torch.is_grad_enabled():
             return compute(model, batch)
         takes_gradients = self._takes_gradients.get(compute.__name__)
         if not takes_gradients:
@@ -964,9 +964,8 @@ class Task(BatchTask):
             else:
                 self._takes_gradients[compute.__name__] = False
                 return result
-        with torch.inference_mode(mode=False), torch.enable_grad():
-            # Tensors that inference made cannot be saved for a backward pass.
-            result = compute(model, cloned(batch))
+        with torch.enable_grad():
+            result = compute(model, batch)
         self._takes_gradients[compute.__name__] = True
         return cast(T, tree_map_only(Tensor, Tensor.detach, result))
 

@@ -984,7 +984,7 @@ def _evaluated(session: Session, rows: Rows, *, with_metrics: bool = False) -> t
 
     def sums_of(part: Rows) -> tuple[dict[str, float], ...]:
         batch = task.logical_batch(part, device, session.precision.dtype, None)
-        with torch.inference_mode(), session.precision.context(device):
+        with torch.no_grad(), session.precision.context(device):
             losses = batch.losses(session.model, 0, len(part))
             metrics = task.metric_sums(session.model, batch, len(part)) if with_metrics else {}
         return tuple({name: float(pair[index]) for name, pair in terms.items()}
