@@ -19,7 +19,7 @@ from can_train import Task
 from can_train.errors import ConfigError, DoesNotFitError, FailedRunError, TaskError
 from can_train.training import read_ahead
 from can_train.training.loading import Checkpoints
-from can_train.training.read_ahead import Failed, Read, SampleReader
+from can_train.training.read_ahead import Failed, Read, SampleReader, Shape
 from can_train.training.sample_task import TaskContext
 from can_train.training.session import Session
 from can_train.training.train import make_session, train
@@ -144,6 +144,18 @@ def test_a_sample_is_read_here_where_nobody_was_asked_for_it_and_kept_while_its_
         ]
         assert reader.take([3], [6])[0][0] != here
         assert reader.take([2], [5]) == [(here, 2, 5)], "its batch is over"
+
+
+def test_a_long_training_holds_no_entry_of_samples_that_it_has_taken() -> None:
+    read = each(lambda row, seed: (row, seed))
+    shape = Shape(workers=2, chunk=2)
+    requests = [(list(range(4)), [step] * 4) for step in range(50)]
+    with read_ahead._ReadAhead(read, iter(requests), shape) as ahead:
+        for rows, seeds in requests:
+            for row, seed in zip(rows, seeds, strict=True):
+                assert ahead.take(row, seed) == (row, seed)
+        assert not ahead._sent
+        assert len(ahead._held) <= 4 + 2
 
 
 class Failing(Sequence[Tensor]):

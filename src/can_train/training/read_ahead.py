@@ -321,7 +321,7 @@ class _ReadAhead(Readers):
     def __init__(self, read: Read, requests: Iterator[Request], shape: Shape) -> None:
         super().__init__(read, shape)
         self._requests = requests
-        self._sent: Counter[tuple[int, int]] = Counter()  # Samples that workers read or have read
+        self._sent: Counter[tuple[int, int]] = Counter()  # Samples that no worker has given back
         self._chunks: list[tuple[int, Sequence[tuple[int, int]]]] = []  # That workers have not given back, in order
         self._held: dict[tuple[int, int], tuple[int, Any]] = {}  # Batch and sample, or error, by row and seed
         self._batch = -1  # Number of the batch whose samples were taken last
@@ -346,7 +346,11 @@ class _ReadAhead(Readers):
         while key not in self._held and self._sent[key] > 0:
             samples = self._receive()
             number, keys = self._chunks.pop(0)
-            self._sent.subtract(keys)
+            for each in keys:
+                self._sent[each] -= 1
+                if not self._sent[each]:
+                    # A training sends each sample of each epoch with a key of its own.
+                    del self._sent[each]
             for each, sample in zip(keys, samples, strict=True):
                 self._held[each] = (number, sample)
         if key not in self._held:
