@@ -19,8 +19,9 @@ from can_train.errors import CheckpointError, ConfigError
 from can_train.runs.run_state import best_text
 from can_train.training import train as training_loop
 from can_train.training.chosen_weights import AveragedWeights, Criterion, Validation
+from can_train.training.session import Session
 from can_train.training.train import make_session, train_new
-from fakes.line_fit import Notices, StoppedTask, fixed, line_parts, train_line
+from fakes.line_fit import LineTask, Notices, StoppedTask, fixed, line_parts, train_line
 from fakes.sample_tasks import Measured
 from fakes.several_ranks import run_ranks
 from fakes.training_ranks import fit_samples
@@ -272,6 +273,36 @@ def test_training_ends_validated_when_its_time_is_up_and_its_time_counts_over_at
     assert any(text.startswith("The training time of 1s is up: stopping at") for text in session.reporter.texts)
     again = train_line(tmp_path, **settings)
     assert again.progress.step == session.progress.step
+
+
+class LateTask(LineTask):
+    """Its training takes too long when it prepares training batch `at`, counted from 1."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left, self.sessions = at, list[Session]()
+
+    def logical_batch(self, *args: Any) -> Any:
+        if self.sessions:
+            self.left -= args[-1] is not None
+            if self.left == 0:
+                self.sessions[0]._max_seconds = 0.0
+        return super().logical_batch(*args)
+
+
+def test_an_epoch_that_the_time_cuts_short_leaves_the_files_of_whole_epochs_and_is_counted(tmp_path: Path) -> None:
+    settings = {**TRAINED, "epochs": 5, "keep": "1"}
+    whole = train_line(tmp_path / "whole", **settings)
+    task = LateTask(at=13)
+    session = make_session(line_parts(tmp_path / "cut", task, **settings, max_time="1h"), fixed(0.5))
+    task.sessions.append(session)
+    training_loop.train(session)
+    assert (session.progress.step, session.progress.epoch) == (13, 2)
+    assert sorted(file.name for file in session.folder.weights_path.iterdir()) == ["epoch-0001.pt", "epoch-0002.pt"]
+    kept, expected = (torch.load(each.folder.weights_path / "epoch-0002.pt") for each in (session, whole))
+    assert same(kept, expected)
+    result = training_loop._result(session)
+    assert (result["epochs"], result["best_epoch"]) == (3, 3)
 
 
 @pytest.mark.slow

@@ -142,6 +142,11 @@ class Progress:
         self.epoch_samples = self.epoch_parts = self.epoch_largest = self.epoch_ooms = 0
 
     @property
+    def epochs_begun(self) -> int:
+        """Epochs that have ended, and the epoch of which some steps are done."""
+        return self.epoch + (self.step_in_epoch > 0)
+
+    @property
     def epoch_means(self) -> dict[str, float]:
         """Mean of each loss term over the samples of the current epoch so far, as validation takes it."""
         return {term: total / (self.epoch_denominators[term] or 1.0) for term, total in self.epoch_sums.items()}
@@ -709,8 +714,7 @@ class Session(Parts):
                 **of_ranks[0],
                 "other_ranks": list(of_ranks[1:]),
             }
-            begun = self.progress.epoch + (self.progress.step_in_epoch > 0)
-            self.checkpoints.save(state, step=self.progress.step, epochs_begun=begun)
+            self.checkpoints.save(state, step=self.progress.step, epochs_begun=self.progress.epochs_begun)
             if not self.stops.received and self.folder.attempts.is_superseded():
                 self.reporter.notice("A later attempt waits for this run: its job was started again. This process ends")
                 self.stops.received = signal.SIGTERM

@@ -544,7 +544,12 @@ def train(session: Session) -> None:
                 figures = _train_epoch(session, stage)
             if session.training.validates_after(figures.epoch) or session.is_time_up:
                 figures = _validate(session, figures)
-            if session.training.keep_every and progress.epoch % session.training.keep_every == 0:
+            # An epoch that the time has cut short has not ended.
+            if (
+                (every := session.training.keep_every)
+                and figures.epoch == progress.epoch
+                and not progress.epoch % every
+            ):
                 _keep_weights(session)
             stopped_early = bool(patience) and progress.epochs_without_gain >= patience
             lost = _lost(session, figures.epoch) if session.trial and figures.validation_loss is not None else ""
@@ -1064,7 +1069,7 @@ def _result(session: Session) -> dict[str, Any]:
         "run_id": session.folder.run_id,
         "key": session.run.key,
         "status": "finished",
-        "epochs": progress.epoch,
+        "epochs": progress.epochs_begun,
         "steps": progress.step,
         "best_epoch": best.epoch,
         "best_validation_loss": best.loss,
