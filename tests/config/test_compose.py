@@ -6,7 +6,7 @@ import pytest
 
 from can_train.config.compose import RunRequest, expand, from_plain, resolve, with_changes
 from can_train.config.resolved import PathSettings, ResolvedRun, plain_from_yaml, plain_to_yaml, presets
-from can_train.errors import ConfigError
+from can_train.errors import ConfigError, DeviceError
 
 
 def resolved(**request: Any) -> ResolvedRun:
@@ -233,3 +233,9 @@ def test_a_run_does_not_change_the_next_one() -> None:
     assert first.training.lr == 0.5
     assert second.training.lr != 0.5
     assert list(second.training.betas) != [0.5, 0.6]
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", "sim:much"])
+def test_a_device_without_a_meaning_is_refused_before_a_job_is_submitted(device: str) -> None:
+    with pytest.raises(DeviceError, match=r"Unknown device|sim:<size>"):
+        resolve(RunRequest(model="gat", dataset="synthetic", device=device))

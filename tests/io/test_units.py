@@ -4,9 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.errors import ConfigError
+from can_train.errors import ConfigError, DeviceError
 from can_train.io import units
-from can_train.io.units import exact_size, memory_text, parse_memory_mib, parse_size, parse_time_min, time_text
+from can_train.io.units import (
+    exact_size,
+    memory_text,
+    parse_device,
+    parse_memory_mib,
+    parse_size,
+    parse_time_min,
+    time_text,
+)
 
 UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}
 
@@ -103,3 +111,16 @@ def test_memory_that_was_written_is_read_back(mib: int) -> None:
 def test_what_is_no_memory_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="Memory is a whole number"):
         parse_memory_mib(text)
+
+
+@given(st.integers(0, 10**9 - 1))
+def test_the_number_of_a_gpu_is_read_whole(number: int) -> None:
+    assert parse_device(f"cuda:{number}") == ("cuda", number)
+
+
+@pytest.mark.parametrize(
+    "text", ["cuda:", "cuda:-1", "cuda:+1", "cuda:1.0", "cuda: 1", "cuda:9999999999", "cuda:१", "cpu:0", "auto:1"]
+)
+def test_a_device_that_has_no_such_name_is_refused_with_the_forms(text: str) -> None:
+    with pytest.raises(DeviceError, match="Unknown device"):
+        parse_device(text)

@@ -301,6 +301,14 @@ def test_cuda_without_a_gpu_is_an_error_with_a_remedy() -> None:
         resolve_device("cuda:1")
 
 
+@pytest.mark.parametrize("text", ["cuda:256", "cuda:999999999"])
+def test_a_gpu_that_is_not_there_is_no_other_gpu(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(DeviceError, match=f"There is no such GPU: {text}"):
+        resolve_device(text)
+
+
 @pytest.mark.parametrize(
     ("text", "valid"),
     [

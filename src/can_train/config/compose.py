@@ -58,6 +58,7 @@ from can_train.config.sweeps import may_sweep, values_of
 from can_train.config.task_settings import ModelSpec, TaskSettings, load_task_settings, locate, locate_optimizer
 from can_train.errors import CanTrainError, ConfigError, SettingError, nearest_first, unknown_name
 from can_train.io.records import expanded, is_file
+from can_train.io.units import parse_device
 
 MOST_RUNS: Final = 1000
 """Most runs of one sweep: the default size of a scheduler's array, and far more than anybody intends."""
@@ -104,6 +105,8 @@ def resolve(request: RunRequest) -> ResolvedRun:
     """
     sets = [from_set(text) for text in request.sets]
     request = replace(request, **_chosen(sets))
+    # Here, since a job would tell of it hours later.
+    parse_device(request.device)
     task_name, code_dir, task = _task(request)
     folders = resolved.preset_folders(task.derived_from or task_name, task.configs, request.config_dir)
     if request.config_dir and not Path(request.config_dir).is_dir():

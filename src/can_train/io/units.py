@@ -1,5 +1,5 @@
-"""Amounts of memory and time in the notation of people and of SLURM: `512MiB`, `2GB`, `16G`, `1:30:00`. Short
-names, and numbers as JSON values.
+"""Amounts of memory and time in the notation of people and of SLURM: `512MiB`, `2GB`, `16G`, `1:30:00`. Names of
+devices: `cuda:1`, `sim:2GiB`. Short names, and numbers as JSON values.
 """
 
 import math
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Final
 
-from can_train.errors import ConfigError
+from can_train.errors import ConfigError, DeviceError, nearest_first
 
 _PREFIXES: Final = ("k", "m", "g", "t")
 
@@ -22,6 +22,9 @@ _SIZE: Final = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{0,15})?)\s*([a-z]+)\s*", r
 _WORDED: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|h|d)", re.IGNORECASE)
 _COLONS: Final = re.compile(r"(?:(?P<days>\d{1,6})-)?(?P<parts>\d{1,9}(?::\d{1,9}){0,2})", re.ASCII)
 _MEMORY: Final = re.compile(r"(\d{1,12})([KMGT]?)B?", re.IGNORECASE | re.ASCII)
+
+_DEVICE: Final = re.compile(r"auto|cpu|cuda(?::([0-9]{1,9}))?")
+_DEVICES: Final = ("auto", "cpu", "cuda", "cuda:1", "sim:2GiB")  # an example of each form of `--device`
 
 _DAY_S: Final = 24 * 3600
 _UNIT_S: Final = {"s": 1, "min": 60, "h": 3600, "d": _DAY_S}
@@ -70,6 +73,29 @@ def size_text(size_bytes: float) -> str:
     unit, name = ("mib", "MiB") if size_bytes >= _UNIT_BYTES["mib"] else ("kib", "KiB")
     size = size_bytes / _UNIT_BYTES[unit]
     return f"{size:.0f} {name}" if size >= 100 or not size else f"{size:.1f} {name}"
+
+
+def parse_device(text: str) -> tuple[str, int]:
+    """Reads the name of a device: its kind, and the number of a GPU or the bytes of a simulated GPU, else 0.
+
+    >>> parse_device("auto"), parse_device("cuda:1"), parse_device("sim:2GiB")
+    (('auto', 0), ('cuda', 1), ('sim', 2147483648))
+
+    Raises:
+        DeviceError: No device has such a name, or the size of a simulated GPU cannot be read.
+    """
+    kind, _, size = text.partition(":")
+    if kind == "sim":
+        try:
+            return kind, parse_size(size)
+        except ConfigError:
+            raise DeviceError("The memory of a simulated GPU, sim:<size>, cannot be read", value=repr(text),
+                              remedy="Give it memory: sim:512MiB, sim:2GiB") from None  # fmt: skip
+    # Not by torch.device, which keeps 8 bits of the number: cuda:256 would be cuda:0.
+    if (match := _DEVICE.fullmatch(text)) is None:
+        valid = ", ".join(nearest_first(text, _DEVICES))
+        raise DeviceError("Unknown device", value=repr(text), remedy=f"Valid: {valid}")
+    return kind, int(match[1] or 0)
 
 
 def parse_time_min(text: str) -> int:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from can_train.errors import ArgumentError, ConfigError, DeviceError, nearest_first, shown
-from can_train.io.units import count_of, exact_size, parse_size
+from can_train.errors import ArgumentError, ConfigError, DeviceError, shown
+from can_train.io.units import count_of, exact_size, parse_device, parse_size
 from can_train.memory.allocator_settings import OWN_SETTINGS, SETTINGS_VARIABLES, read_allocator_settings
 from can_train.memory.catalogue import UsableMemory, gpu_key, recordable
 from can_train.memory.cuda_workspaces import SUM_BYTES_PER_THREAD, Capability, capability_of
@@ -34,7 +34,6 @@ from can_train.memory.simulated.gpu import LiveStorageTracker, SimulatedGpu, Sto
 # Most bytes that this process's own CUDA context and kernels take of a GPU outside the allocator. The driver does not
 # tell whose memory is whose, so bytes beyond this that are missing at the start count as held by other processes.
 _CONTEXT_MOST_BYTES: Final = 2**30
-_FORMS: Final = ("auto", "cpu", "cuda", "cuda:1", "sim:2GiB")  # an example of each form of `--device`
 # SLURM's variables for the GPUs of a job, each with its values for none. "0" in the first two is the GPU with index 0;
 # the last is a count.
 _ALLOCATED: Final = (("SLURM_JOB_GPUS", ("",)), ("SLURM_STEP_GPUS", ("",)), ("SLURM_GPUS_ON_NODE", ("", "0")))
@@ -472,7 +471,7 @@ def open_meter(text: str) -> Meter:
 
 
 def _open_simulated(text: str) -> SimulatedMeter:
-    capacity_bytes = simulated_bytes(text) // packed_runs()
+    capacity_bytes = parse_device(text)[1] // packed_runs()
     meter = SimulatedMeter(capacity_bytes, read_allocator_settings(), simulated_contention())
     if os.environ.get(RECORDED):
         meter.recordable = UsableMemory(key=meter.key, name=meter.name, total_bytes=meter.capacity_bytes,
@@ -531,7 +530,8 @@ def simulated_gpu(memory: str, *resident: Resident) -> Iterator[SimulatedMeter]:
         if not isinstance(holder, nn.Module | Optimizer | Iterable) or isinstance(holder, str | Mapping):
             raise ArgumentError("Models, optimizers and lists of tensors are on a simulated GPU", value=shown(holder),
                                 remedy='Give the model: simulated_gpu("64MiB", model)')  # fmt: skip
-    meter = _open_simulated(device_name(memory, '"64MiB" or "sim:64MiB"'))
+    size = device_name(memory, '"64MiB" or "sim:64MiB"').removeprefix("sim:")
+    meter = _open_simulated(f"sim:{size}")
     with meter.active(tensors_of(resident)):
         yield meter
 
@@ -540,13 +540,12 @@ def resolve_device(text: str, *, environment: Mapping[str, str] = os.environ) ->
     """Returns the torch device of `auto`, `cpu`, `cuda[:i]` or `sim:<size>`; tensors of a simulated GPU are the
     CPU's.
     """
-    if text == "cpu" or is_simulated(text):
+    kind, index = parse_device(text)
+    if kind in ("cpu", "sim"):
         return torch.device("cpu")
-    if text != "auto" and not re.fullmatch(r"cuda(:\d+)?", text):
-        raise DeviceError("Unknown device", value=repr(text), remedy=f"Valid: {', '.join(nearest_first(text, _FORMS))}")
     if not torch.cuda.is_available():
         rule, evidence = "torch sees no CUDA GPU", f"--device {text}"
-        if text == "auto":
+        if kind == "auto":
             # A job that was given a GPU must not train on the CPU for a day before somebody notices.
             rule, evidence = "A GPU is here but torch cannot use it", _promised_gpu(environment)
         if not evidence:
@@ -558,27 +557,14 @@ def resolve_device(text: str, *, environment: Mapping[str, str] = os.environ) ->
             )
             remedy += " that has one"
         raise DeviceError(rule, value=evidence, remedy=f"{remedy}; --device cpu trains without a GPU")
-    index = torch.device("cuda" if text == "auto" else text).index or 0
     if index >= torch.cuda.device_count():
         raise DeviceError("There is no such GPU", value=text, remedy=f"torch sees {torch.cuda.device_count()}")
     return torch.device("cuda", index)
 
 
 def is_simulated(text: str) -> bool:
-    """Tells whether a device is a simulated GPU, `sim:<size>`; raises `DeviceError` where the size cannot be read."""
-    return text.partition(":")[0] == "sim" and simulated_bytes(text) > 0
-
-
-def simulated_bytes(text: str) -> int:
-    """Returns the memory of a simulated GPU, `sim:<size>`, in bytes."""
-    try:
-        return parse_size(text.removeprefix("sim:"))
-    except ConfigError:
-        raise DeviceError(
-            "The memory of a simulated GPU, sim:<size>, cannot be read",
-            value=repr(text),
-            remedy="Give it memory: sim:512MiB, sim:2GiB",
-        ) from None
+    """Tells whether a device is a simulated GPU, `sim:<size>`; raises `DeviceError` where no device has the name."""
+    return parse_device(text)[0] == "sim"
 
 
 def _promised_gpu(environment: Mapping[str, str]) -> str:

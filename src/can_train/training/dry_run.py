@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -67,12 +66,9 @@ def find_targets(run: ResolvedRun, names: Sequence[str], reporter: Reporter) -> 
     return [*targets.values()] or [_device_target(run.device, reporter)]
 
 
-_HERE: Final = re.compile(r"auto|cpu|cuda(:\d+)?")  # names of devices of this machine
-
-
 def _named_target(run: ResolvedRun, name: str, reporter: Reporter) -> UsableMemory:
     count, one = catalogue.split_count(name)
-    if one.startswith("sim:") or _HERE.fullmatch(one):
+    if one.partition(":")[0] in ("auto", "cpu", "cuda", "sim"):
         return replace(_device_target(one, reporter), count=count)
     card = catalogue.target_card(one)
     constants = catalogue.read_gpu_constants(state_dir(run.paths), card.key, reporter)

@@ -2,7 +2,6 @@
 torch: a run may go on in a job that is submitted from a login node.
 """
 
-import re
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,15 +10,14 @@ from typing import Any, Final
 from can_train.config.compose import changed_settings, from_plain, with_changes
 from can_train.config.resolved import ResolvedRun, data_root
 from can_train.config.task_settings import load_object
-from can_train.errors import ConfigError, DeviceError, MissingDataError, RunError
+from can_train.errors import ConfigError, MissingDataError, RunError
 from can_train.io.records import expanded, parse_object, sketch, text_or_nothing
-from can_train.io.units import parse_size
+from can_train.io.units import parse_device
 from can_train.reporter import Reporter
 from can_train.runs.run_folder import INPUTS, RunFolder, name_to_type
 
 _EPOCHS: Final = "training.epochs"
 _PATH: Final = "dataset.path"
-_DEVICE: Final = re.compile(r"auto|cpu|cuda(:\d+)?|sim:(?P<size>.*)")
 
 
 def change_run(
@@ -113,11 +111,7 @@ def _check_device(device: str, *, is_over: bool) -> None:
     if is_over:
         raise ConfigError("A run that has finished trains on no device", value=f"--device {device}",
                           remedy="Go on for longer with --epochs N, or leave --device out")  # fmt: skip
-    form = _DEVICE.fullmatch(device)
-    if form is None:
-        raise DeviceError("Unknown device", value=repr(device), remedy="Valid: auto, cpu, cuda, cuda:1, sim:2GiB")
-    if form["size"] is not None:
-        parse_size(form["size"])
+    parse_device(device)
 
 
 def _check_data(folder: RunFolder, run: ResolvedRun, reporter: Reporter) -> None:
