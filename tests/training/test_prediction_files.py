@@ -102,6 +102,22 @@ def test_a_folder_has_a_file_for_each_part(tmp_path: Path) -> None:
     assert texts == {"a_ball.csv": "n\n1\n2\n", "b-c_ball.csv": "n\n3\n4\n", "d_ball.csv": "n\n5\n"}
 
 
+def test_parts_of_like_names_do_not_replace_each_other(tmp_path: Path) -> None:
+    with open_predictions(f"{tmp_path}/", "csv", {}, FolderFiles(column="clip")) as write:
+        write({"clip": ["a/b", "a-b", "a-b-2", "a-b/2"], "n": [1, 2, 3, 4]})
+    texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert texts == {"a-b.csv": "n\n1\n", "a-b-2.csv": "n\n2\n", "a-b-2-2.csv": "n\n3\n", "a-b-2-3.csv": "n\n4\n"}
+
+
+def test_a_part_that_comes_back_is_refused_before_its_earlier_rows_are_lost(tmp_path: Path) -> None:
+    with (
+        pytest.raises(DataError, match=r"clip a comes again after b\..*\n.*predictions\.csv"),
+        open_predictions(f"{tmp_path}/", "csv", {}, FolderFiles(column="clip")) as write,
+    ):
+        write({"clip": ["a", "b", "a"], "n": [1, 2, 3]})
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.csv": "n\n1\n"}
+
+
 def test_a_folder_keeps_the_parts_that_were_complete_before_an_error(tmp_path: Path) -> None:
     def stopped() -> None:
         with open_predictions(f"{tmp_path}/", "csv", {}, FolderFiles(column="clip")) as write:

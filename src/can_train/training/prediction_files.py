@@ -313,7 +313,7 @@ def stream_predictions(stream: Writable, chosen: str) -> Write:
 def open_predictions(
     out: str, chosen: str, further: Mapping[str, Format], parts: FolderFiles | None = None
 ) -> Iterator[Write]:
-    """Opens a file or a folder of predictions; each file replaces an earlier one when it is complete.
+    """Opens a file or a folder of predictions; each file replaces a file of an earlier call when it is complete.
 
     Args:
         out: The file, or a folder.
@@ -323,6 +323,7 @@ def open_predictions(
 
     Raises:
         ConfigError: A folder is named, and the task has no parts.
+        DataError: Rows of a part come after rows of another one.
         StateError: A file cannot be written.
     """
     path, opens = Path(out), {**FORMATS, **further}[chosen]
@@ -412,6 +413,7 @@ class _Folder:
         self._part: str | None = None
         self._write: Write | None = None
         self._file = ExitStack()
+        self._parts, self._taken = set[str](), set[str]()  # So far, and the names of their files
 
     def __enter__(self) -> Self:
         return self
@@ -434,9 +436,19 @@ class _Folder:
     def _open(self, part: str) -> None:
         if part == self._part:
             return
+        if part in self._parts:
+            raise DataError("The predictions of a file come one after another",
+                            value=f"{self._names.column} {part} comes again after {self._part}",
+                            remedy=f"Name one file: --out {self._folder / f'predictions.{self._chosen}'}")  # fmt: skip
         # The file of the part before is complete.
         self._file.close()
         self._part = part
-        name = self._names.file.format(part.replace("/", "-"))
+        plain = name = self._names.file.format(part.replace("/", "-"))
+        number = 1
+        while name in self._taken:
+            # The parts a/b and a-b must not replace each other.
+            name = f"{plain}-{(number := number + 1)}"
+        self._parts.add(part)
+        self._taken.add(name)
         path = self._folder / f"{name}.{self._chosen}"
         self._write = self._file.enter_context(self._opens(self._file.enter_context(writing_path(path))))
