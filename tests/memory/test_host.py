@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -79,3 +81,16 @@ def test_processes_on_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPat
     assert room_bytes(0.8) == 800
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert room_bytes(0.8) == 200
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_child_ends_with_a_parent_that_is_killed() -> None:
+    child = (
+        "from can_train.memory.host import die_with_parent as d; import time; d(); print(1, flush=True); time.sleep(60)"
+    )
+    parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"1\n"
+        process.kill()
+        assert process.stdout.read() == b"", "the child has closed the pipe"

@@ -1,6 +1,7 @@
 """The process that records a run for its device, beside the reading of its data."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -125,6 +126,15 @@ def test_the_process_ends_with_the_training(tmp_path: Path, monkeypatch: pytest.
     assert process.poll() is None
     recorder.close()
     assert process.returncode == -9
+
+
+def test_a_process_that_has_answered_is_not_killed_hours_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, killed = LimitRecorder(own_run(tmp_path), CpuMeter()), list[int]()
+    recorder._process = subprocess.Popen([sys.executable, "-c", "print('{}')"], stdout=subprocess.PIPE, text=True)
+    assert recorder.result() == NO_RECORDING
+    monkeypatch.setattr(os, "killpg", lambda group, _: killed.append(group))
+    recorder.close()
+    assert killed == []
 
 
 def test_a_job_that_nobody_understands_is_answered_with_the_reason() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -46,6 +45,7 @@ from can_train.memory.cuda_library import (
 )
 from can_train.memory.cuda_operators import AttentionCall, composed_attention, recurrent_kernels, register
 from can_train.memory.cuda_workspaces import AMPERE, CUBLAS, CUDNN, TENSORS, Capability, is_on_gpu
+from can_train.memory.host import die_with_parent
 from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import error_chain
 from can_train.memory.simulated.allocator import CachingAllocator
@@ -60,7 +60,6 @@ A100_THREADS: Final = 108 * 2048
 # Errors of fake tensors whose values are read.
 _VALUE_ERRORS: Final = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 _TIMEOUT_S: Final = 600.0  # a step of the largest networks takes less than a minute
-_PR_SET_PDEATHSIG: Final = 1  # of <linux/prctl.h>
 _UNLIMITED: Final = 2**50
 _REPLAYED: Final = (TENSORS, CUDNN)
 _SMALL_PAGE_BYTES: Final = 2**21
@@ -202,8 +201,7 @@ def _answer(
     whether it is for lack of a tensor's values.
     """
     warnings.simplefilter("ignore")
-    # A parent that is killed takes this process with it.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     # Threads of the parent are not here, and a pool of threads would wait for them.
     torch.set_num_threads(1)
     try:

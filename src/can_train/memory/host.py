@@ -1,8 +1,11 @@
-"""The memory of the host, as far as control groups leave it to this process."""
+"""The memory of the host, as far as control groups leave it to this process; and the end of child processes."""
 
+import ctypes
 import os
 import re
+import signal
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -18,6 +21,7 @@ _LOCAL_SIZES: Final = (
     "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS",
 )  # fmt: skip
 PACKED: Final = "CAN_TRAIN_PACKED"  # variable with the number of runs that share the GPU of this process
+_PARENT_DIES: Final = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 
 
@@ -113,3 +117,11 @@ def processes_here(environment: Mapping[str, str] = os.environ) -> int:
         # A shell of a job has no tasks of a step. Nodes may have different numbers of them: the largest is safe.
         counts = re.findall(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     return max([1, *map(int, counts)])
+
+
+def die_with_parent() -> None:
+    """Has the kernel kill this process when the process that started it ends, also where that one is killed. Only Linux
+    can; elsewhere the call does nothing.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PARENT_DIES, int(signal.SIGKILL))

@@ -4,7 +4,6 @@ data. Its lines then become limits by one trial on the device (`fit/search.py`).
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -28,6 +27,7 @@ from can_train.factors.store import read_factor_rule
 from can_train.fit.planner import Planner, Planners, plan_request
 from can_train.fit.search import NO_RECORDING, Recording
 from can_train.memory.catalogue import UsableMemory
+from can_train.memory.host import die_with_parent
 from can_train.memory.meters import AbsentGpuMeter
 from can_train.reporter import SilentReporter
 from can_train.training.chosen_weights import average_tensors
@@ -47,7 +47,6 @@ _WAIT_S: Final = 15.0
 # a minute, which later ones find.
 _LIMIT_S: Final = 180
 _MAX_REASON_CHARACTERS: Final = 300
-_PARENT_DIES: Final = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 class LimitRecorder:
@@ -91,7 +90,8 @@ class LimitRecorder:
 
     def close(self) -> None:
         """Ends the process, and the processes that it started."""
-        if self._process is None:
+        # The number of a process that has been waited for may be another one's by now.
+        if self._process is None or self._process.returncode is not None:
             return
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -158,9 +158,7 @@ def _answer(job: Mapping[str, Any]) -> Recording:
 
 def main() -> None:
     """Reads a job from standard input, and writes its recording to standard output."""
-    if sys.platform == "linux":
-        # A training that is killed takes this process with it.
-        ctypes.CDLL(None).prctl(_PARENT_DIES, signal.SIGKILL)
+    die_with_parent()
     signal.alarm(_LIMIT_S)
     # Whatever a task prints is no answer.
     with os.fdopen(os.dup(1), "wb") as answers:

@@ -15,8 +15,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from ctypes import CDLL
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -35,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 from can_train.errors import CanTrainError, ConfigError, DoesNotFitError, FailedRunError, OutOfMemoryDetails
 from can_train.fit.collate import leaves
 from can_train.io.units import count_of, size_text
-from can_train.memory.host import available_bytes, processes_here, room_bytes
+from can_train.memory.host import available_bytes, die_with_parent, processes_here, room_bytes
 from can_train.memory.out_of_memory import is_out_of_memory
 
 AUTO: Final = "auto"
@@ -52,7 +51,6 @@ _IN_PIPE_BYTES: Final = 2**16  # A larger chunk goes through shared memory
 _ALIGNMENT: Final = 64
 _END_S: Final = 5.0  # Longest wait for a worker that was killed
 _PROBED_BYTES: Final = 2**26  # Of a data set's description, beside its tensors and arrays, that are looked at
-_PARENT_DIES: Final = 1  # PR_SET_PDEATHSIG of Linux's prctl
 SHARED_MEMORY: Final = Path("/dev/shm")
 
 Rows = NDArray[np.int64]
@@ -393,9 +391,8 @@ def _begin_worker(parent: int, number: int) -> None:
     """Leaves signals to all processes of a run to the one that computes: it kills its workers when it ends."""
     for received in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(received, signal.SIG_IGN)
-    with suppress(OSError, AttributeError):
-        # It would hold the lock of its run after a kill of that process.
-        CDLL(None).prctl(_PARENT_DIES, int(signal.SIGKILL))
+    # It would hold the lock of its run after a kill of that process.
+    die_with_parent()
     if os.getppid() != parent:
         os._exit(1)
 
