@@ -1,3 +1,4 @@
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -239,3 +240,11 @@ def test_a_run_does_not_change_the_next_one() -> None:
 def test_a_device_without_a_meaning_is_refused_before_a_job_is_submitted(device: str) -> None:
     with pytest.raises(DeviceError, match=r"Unknown device|sim:<size>"):
         resolve(RunRequest(model="gat", dataset="synthetic", device=device))
+
+
+def test_a_data_folder_whose_name_is_not_utf_8_is_refused_before_the_run_has_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"d\xe9ta")
+    folder.mkdir()
+    (folder / "log.csv").write_text("")
+    with pytest.raises(ConfigError, match=r"must be UTF-8: path .*\\udce9ta"):
+        resolve(RunRequest(model="gat", dataset=str(folder)))

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from can_train.io.records import (
+    json_text,
     open_atomic,
     open_to_append,
     read_text,
+    sketch,
     text_or_nothing,
     write_bytes_atomic,
     write_json_atomic,
@@ -29,6 +31,30 @@ def test_a_file_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("old")
     write_text_atomic(tmp_path / "a", "né")
     assert (tmp_path / "a").read_text(encoding="utf-8") == "né"
+
+
+def named_in_latin_1(folder: Path) -> Path:
+    path = folder / os.fsdecode(b"caf\xe9.csv")
+    path.write_text("1,2")
+    return path
+
+
+def test_the_name_of_a_file_that_is_not_utf_8_is_written_as_an_escape(tmp_path: Path) -> None:
+    name = named_in_latin_1(tmp_path).name
+    write_json_atomic(tmp_path / "a.json", {"file": name})
+    assert json.loads(read_text(tmp_path / "a.json")) == json.loads(json_text({"file": name})) == {"file": name}
+    write_text_atomic(tmp_path / "a.html", f"<p>é {name}")
+    assert read_text(tmp_path / "a.html") == "<p>é caf\\udce9.csv"
+
+
+def test_a_digest_takes_names_that_are_not_utf_8_and_a_file_by_itself_may_be_renamed(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    path = named_in_latin_1(folder)
+    of_folder, of_file = sketch([folder]), sketch([path])
+    renamed = path.rename(folder / "cafe.csv")
+    assert sketch([folder]) != of_folder
+    assert sketch([renamed]) == of_file
 
 
 def test_only_a_regular_file_is_read_and_a_link_to_one(tmp_path: Path) -> None:

@@ -102,6 +102,13 @@ def test_a_folder_has_a_file_for_each_part(tmp_path: Path) -> None:
     assert texts == {"a_ball.csv": "n\n1\n2\n", "b-c_ball.csv": "n\n3\n4\n", "d_ball.csv": "n\n5\n"}
 
 
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+def test_the_name_of_a_recording_that_is_not_utf_8_is_written_as_an_escape(tmp_path: Path, ending: str) -> None:
+    with open_predictions(str(tmp_path / f"out.{ending}"), ending, {}) as write:
+        write({"recording": ["caf\udce9"]})
+    assert "caf\\udce9" in (tmp_path / f"out.{ending}").read_text(encoding="utf-8")
+
+
 def test_parts_of_like_names_do_not_replace_each_other(tmp_path: Path) -> None:
     with open_predictions(f"{tmp_path}/", "csv", {}, FolderFiles(column="clip")) as write:
         write({"clip": ["a/b", "a-b", "a-b-2", "a-b/2"], "n": [1, 2, 3, 4]})

@@ -156,7 +156,7 @@ class DataOutput:
         # A notebook's standard output, or that of a test, has no bytes.
         if (buffer := getattr(file, "buffer", None)) is None:
             return file.write(text)
-        buffer.write(text.encode())
+        buffer.write(text.encode(errors="backslashreplace"))
         return len(text)
 
 

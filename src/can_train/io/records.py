@@ -180,8 +180,10 @@ def write_new_atomic(path: Path, data: bytes, *, link: Callable[[Path, Path], No
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Writes UTF-8 text whole or not at all."""
-    write_bytes_atomic(path, text.encode())
+    r"""Writes UTF-8 text whole or not at all. A byte of a file's name that is not UTF-8 is written as `\udce9`, an
+    escape of JSON, too.
+    """
+    write_bytes_atomic(path, text.encode(errors="backslashreplace"))
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
@@ -200,7 +202,9 @@ def json_text(value: Any) -> str:
     Raises:
         ValueError: A number is not finite.
     """
-    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    # As `write_text_atomic` does, for the callers that encode the text.
+    return text.encode(errors="backslashreplace").decode()
 
 
 @contextmanager
@@ -382,15 +386,17 @@ def check_time(name: str, text: str) -> None:
 
 
 def sketch(paths: Sequence[Path]) -> str:
-    """Computes a digest of files and of those in folders, which changes with their names and sizes, and with nearly
-    every change of their contents: of large data, a part is read. It is empty for no files.
+    """Computes a digest of files and folders. It changes with the sizes of files, with the names of files in a folder,
+    and with nearly every change of their contents: of large data, a part is read. A file that is given by itself may be
+    renamed, as it may be moved. The digest is empty for no files.
     """
     files = [(path, place) for path in paths for place in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     files = [(path, place) for path, place in files if place.is_file()]
     digest, every = hashlib.sha256(), max(1, len(files) // _SKETCHED)
     for number, (path, place) in enumerate(files):
         size = place.stat().st_size
-        digest.update(f"{place.relative_to(path)} {size}\n".encode())
+        # The bytes of a name need not be UTF-8.
+        digest.update(os.fsencode(place.relative_to(path)) + f" {size}\n".encode())
         if number % every == 0:
             with place.open("rb") as file:
                 digest.update(file.read(_SKETCH_BYTES))

@@ -160,7 +160,7 @@ def _transposed(parts: int, values: list[list[Any]]) -> list[list[Any]]:
 @contextmanager
 def open_csv(path: Path) -> Iterator[Write]:
     """Opens a CSV file for predictions."""
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         yield CsvLines(file)
 
 
@@ -199,7 +199,7 @@ def _cell(value: Any) -> Any:
 @contextmanager
 def open_json_lines(path: Path) -> Iterator[Write]:
     """Opens a file for predictions with an object of JSON on each line."""
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         yield JsonLines(file)
 
 
