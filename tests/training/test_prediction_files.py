@@ -102,6 +102,13 @@ def test_a_folder_has_a_file_for_each_part(tmp_path: Path) -> None:
     assert texts == {"a_ball.csv": "n\n1\n2\n", "b-c_ball.csv": "n\n3\n4\n", "d_ball.csv": "n\n5\n"}
 
 
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_a_file_without_predictions_is_written(tmp_path: Path, ending: str) -> None:
+    with open_predictions(str(tmp_path / f"out.{ending}"), ending, {}):
+        pass
+    assert (tmp_path / f"out.{ending}").is_file()
+
+
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])
 def test_the_name_of_a_recording_that_is_not_utf_8_is_written_as_an_escape(tmp_path: Path, ending: str) -> None:
     with open_predictions(str(tmp_path / f"out.{ending}"), ending, {}) as write:

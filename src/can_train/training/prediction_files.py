@@ -227,7 +227,10 @@ def open_parquet(path: Path) -> Iterator[Write]:
             pieces = _ParquetPieces(Path(folder))
             yield pieces
             pieces.write()
-            pl.scan_parquet(pieces.paths).sink_parquet(path)
+            if pieces.paths:
+                pl.scan_parquet(pieces.paths).sink_parquet(path)
+            else:
+                pl.DataFrame().write_parquet(path)
     except pl.exceptions.PolarsError as error:
         # Polars raises errors of its own where the system refuses a write.
         raise OSError(str(error)) from error
