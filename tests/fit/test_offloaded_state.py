@@ -153,6 +153,19 @@ def test_chunks_have_all_parameters_in_order() -> None:
     assert [id(one) for chunk in chunks for one in chunk] == [*map(id, parameters)]
 
 
+def test_the_size_of_each_parameter_is_read_once_for_its_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[Tensor]()
+
+    def part(parameter: Tensor) -> Tensor:
+        read.append(parameter)
+        return parameter
+
+    monkeypatch.setattr("can_train.fit.offloaded_state.shard_of", part)
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(100)]
+    assert [len(chunk) for chunk in in_chunks(parameters, 4.0 * 60)] == [60, 40]
+    assert len(read) == 100
+
+
 def test_the_state_of_a_plain_step_is_loaded_to_the_host_and_back() -> None:
     plain, offloaded = (Training(OPTIMIZERS["AdamW, fused"], on_host=on_host) for on_host in (False, True))
     plain.go_on()

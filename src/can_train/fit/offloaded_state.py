@@ -369,11 +369,13 @@ def chunk_bytes(parameters: Sequence[Tensor]) -> int:
 
 def in_chunks(parameters: Sequence[Tensor], limit_bytes: float) -> Iterator[list[Tensor]]:
     """Cuts parameters, in order, into chunks of at most some bytes; one that takes more is a chunk of its own."""
-    chunk: list[Tensor] = []
+    chunk, size = list[Tensor](), 0
     for parameter in parameters:
-        if chunk and sum(shard_of(one).nbytes for one in (*chunk, parameter)) > limit_bytes:
+        own = shard_of(parameter).nbytes
+        size += own
+        if chunk and size > limit_bytes:
             yield chunk
-            chunk = []
+            chunk, size = [], own
         chunk.append(parameter)
     if chunk:
         yield chunk
