@@ -25,6 +25,7 @@ from can_train.fit.rescue import (
     PartDoesNotFitError,
     Rescue,
     RescueSettings,
+    allocate_ballast,
     describe_out_of_memory,
 )
 from can_train.memory.meters import CpuMeter, SimulatedMeter
@@ -566,3 +567,11 @@ def test_from_an_out_of_memory_to_the_retry_at_most_8_files_run(monkeypatch: pyt
     opened -= {"simulated/gpu", "simulated/allocator", "memory/sharded_tensors"}
     assert {"fit/rescue", "fit/micro_batcher", "memory/out_of_memory"} <= opened
     assert len(opened) <= 8, sorted(opened)
+
+
+def test_parameters_without_elements_take_no_part_of_the_room_for_an_optimizer() -> None:
+    assert [each.nbytes for each in allocate_ballast(1000, [0, 0], torch.device("cpu"), stays=True) or []] == [1000]
+    assert [each.nbytes for each in allocate_ballast(1024, [0, 512], torch.device("cpu"), stays=True) or []] == [
+        512,
+        512,
+    ]

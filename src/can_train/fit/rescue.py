@@ -606,7 +606,8 @@ def allocate_ballast(
 
 def _pieces(need: int, tensor_bytes: Sequence[int]) -> Iterator[int]:
     """Yields the sizes of the parameters, over and over until they add up to `need` as an allocator counts them."""
-    for size in cycle(tensor_bytes or (need,)):
+    # Parameters without elements would never add up.
+    for size in cycle([size for size in tensor_bytes if size] or [need]):
         if need <= 0:
             break
         taken = -(-size // ALLOCATION_QUANTUM) * ALLOCATION_QUANTUM
