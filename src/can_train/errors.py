@@ -43,10 +43,10 @@ _REMEDIES: Final = {
     (errno.EACCES, errno.EPERM, errno.EROFS): (
         "A file or folder cannot be read or written", "Change its permissions, or choose another place"),
     (errno.ENOSPC, errno.EDQUOT, errno.EFBIG): (
-        "A file cannot be written for lack of space", "Free some space; a run goes on with can-train resume RUN"),
+        "A file cannot be written for lack of space", "Free some space"),
     # A damaged disk; a network file system that has gone, or was mounted anew.
-    (errno.EIO, errno.ESTALE): ("A file system does not answer as it should",
-                                "Check the disk or the connection; a run goes on with can-train resume RUN"),
+    (errno.EIO, errno.ESTALE): (
+        "A file system does not answer as it should", "Check the disk or the connection"),
     (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL): (
         "A path cannot be used", "Check its spelling, or name another path"),
     (errno.EISDIR, errno.ENOTDIR): (

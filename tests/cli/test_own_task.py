@@ -194,7 +194,7 @@ def test_a_disk_that_is_full_while_it_trains_is_said_with_the_run_and_the_remedy
     for text in (error, (run / "log.txt").read_text()):
         said = " ".join(text.split())
         assert f"error: A file cannot be written for lack of space: {run}: No space left on device. " in said
-        assert "Free some space; a run goes on with can-train resume RUN" in said
+        assert f"Free some space; the run goes on with can-train resume {run.name}." in said
         assert "Traceback" not in said
 
 

@@ -1155,6 +1155,7 @@ def recording_observation(session: Session, *, may_go_on: bool = False) -> Itera
             error.filename = error.filename or str(session.folder.path)
             if (told := from_os_error(error)) is not None:
                 told.exit_code = RUN_FAILED
+                told.remedy += f"; the run goes on with can-train resume {session.folder.run_id}"
                 raise told from error
         raise
     finally:
