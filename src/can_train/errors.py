@@ -189,7 +189,7 @@ class ArgumentError(ConfigError, ValueError):
 
 
 class DataError(CanTrainError):
-    """A log that cannot be read as CAN frames; names file and line."""
+    """Data that cannot be read, or that a task cannot use; names the file and the line, or the sample."""
 
 
 class MissingDataError(DataError):

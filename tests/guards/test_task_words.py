@@ -18,7 +18,7 @@ from guards.sources import Source, package_sources, parse, without_docstrings
 ROOMS: Final = ("cli", "report", "slurm", "adapters", "training", "runs", "factors", "fit", "memory", "config", "io")
 WORDS: Final = re.compile(
     r"\b(gat|vgae|fusion|can bus|hcrl\w*|students?|teachers?|tracknet|seq2seq|bendr|windows?|log\.csv|frames?"
-    r"|(?<!false )alarms?)\b|muon",
+    r"|(its|same) logs|(?<!false )alarms?)\b|muon",
     re.IGNORECASE,
 )
 ALLOWED: Final = {

@@ -37,7 +37,7 @@ def test_data_that_are_others_by_now_are_refused_and_said_alone(tmp_path: Path) 
     folder = RunFolder(tmp_path)
     for _ in range(2):
         check_inputs_unchanged(folder, task_with("1", teacher="1"))
-    with pytest.raises(RunError, match=r"the data that it began with: its logs have other contents.*\nBring the"):
+    with pytest.raises(RunError, match=r"the data that it began with: they have other contents.*\nBring the"):
         check_inputs_unchanged(folder, task_with("2", teacher="2"))
 
 

@@ -53,6 +53,7 @@ from can_train.reporter import Reporter, TextTable
 from can_train.runs.run_folder import CONFIG, INPUTS, RunFolder, relocate_prerequisites
 from can_train.runs.trust import CodeTrust
 from can_train.task import BatchTask
+from can_train.training.resume import BEGUN_WITH
 
 _MAX_NAMED: Final = 5  # weights, or lines about them, that an error has before it stops
 
@@ -191,7 +192,7 @@ def check_inputs_unchanged(folder: RunFolder, task: BatchTask) -> None:
     changed = [role for role, digest in now.items() if before.get(role, digest) != digest]
     # A reference model's digest depends on the data too, so changed data are the only cause that is named.
     if "data" in changed:
-        raise RunError("A run goes on with the data that it began with", value="its logs have other contents by now",
+        raise RunError(BEGUN_WITH, value="they have other contents by now",
                        remedy="Bring the earlier files back, or train anew")  # fmt: skip
     if changed:
         named = ", ".join(f"the {model.role.replace('_', ' ')} {model.name}" for model in models

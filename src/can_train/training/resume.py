@@ -18,6 +18,7 @@ from can_train.runs.run_folder import INPUTS, RunFolder, name_to_type
 
 _EPOCHS: Final = "training.epochs"
 _PATH: Final = "dataset.path"
+BEGUN_WITH: Final = "A run goes on with the data that it began with"
 
 
 def change_run(
@@ -126,8 +127,8 @@ def _check_data(folder: RunFolder, run: ResolvedRun, reporter: Reporter) -> None
     began_with = parse_object(text_or_nothing(folder.path / INPUTS)).get("data", digest)
     if digest != began_with:
         anew = f"can-train resubmit {name_to_type(folder)} --dataset {shlex.quote(run.dataset.path)}"
-        raise RunError("A run goes on with the data that it began with", value=f"{run.dataset.path} has other contents",
-                       remedy=f"On these it is a new run:\n  {anew}\nThis one takes the same logs only")  # fmt: skip
+        raise RunError(BEGUN_WITH, value=f"{run.dataset.path} has other contents",
+                       remedy=f"On these it is a new run:\n  {anew}\nThis one takes the same data only")  # fmt: skip
 
 
 def _value(config: Mapping[str, Any], name: str) -> Any:
