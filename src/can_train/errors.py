@@ -177,15 +177,9 @@ class SettingError(ConfigError):
     does, adds the remedy.
     """
 
-    def __init__(self, rule: str, *, value: str = "", remedy: str = "") -> None:
-        super().__init__(rule, value=value, remedy=remedy)
-
 
 class ArgumentError(ConfigError, ValueError):
     """An argument of the Python API that breaks its rule, which says how to call it."""
-
-    def __init__(self, rule: str, *, value: str = "", remedy: str = "") -> None:
-        super().__init__(rule, value=value, remedy=remedy)
 
 
 class DataError(CanTrainError):

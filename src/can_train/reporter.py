@@ -27,7 +27,6 @@ _ROWS_BELOW_HEADINGS: Final = 20  # lines of epochs, which a screen shows togeth
 _METRIC_WIDTH: Final = 11  # characters of a metric's name with which the line of an epoch fits 80 columns
 _BEST: Final = "best"
 _UNKNOWN: Final = "–"
-_NEVER: Final = 9  # a column that this task does not have
 
 
 @dataclass(frozen=True)
@@ -265,8 +264,8 @@ class EpochTable:
         self._metric, self._has_average = name, self._has_average or figures.averaged_loss is not None
         cells = self._cells(figures, value)
         room = columns + len(_INDENT)
-        for number in (_NEVER, 3, 2, 1):
-            if number == _NEVER or sum(cell.width + len(_INDENT) for cell in cells) > room:
+        for number in (3, 2, 1):
+            if sum(cell.width + len(_INDENT) for cell in cells) > room:
                 cells = [cell for cell in cells if cell.optional != number]
         headings, line = (
             _INDENT.join(text.rjust(cell.width) for cell, text in zip(cells, texts, strict=True)).rstrip()
@@ -287,7 +286,7 @@ class EpochTable:
             _Cell("val loss", _short(figures.validation_loss)),
             *([_Cell("avg loss", _short(figures.averaged_loss))] if self._has_average else []),
             _Cell("", _BEST if figures.is_best else "", len(_BEST)),
-            _Cell(printable(name), _short(value), optional=1 if metric else _NEVER),
+            *([_Cell(printable(name), _short(value), optional=1)] if metric else []),
             _Cell("samples/s", _UNKNOWN if rate is None else figure_text("", rate).strip(), optional=3),
             _Cell("peak", figures.peak or _UNKNOWN, optional=2),
             _Cell("time left", _UNKNOWN if figures.seconds_left is None else clock(figures.seconds_left)),

@@ -30,7 +30,7 @@ class FakeScheduler:
     asked: list[list[JobId]] = field(default_factory=list)
 
     def query_jobs(self, jobs: Iterable[JobId]) -> SchedulerAnswer:
-        self.asked.append(sorted(jobs))
+        self.asked.append(sorted(jobs, key=str))
         return self.answer
 
     def logs_into(self, job: JobId, folder: Path) -> bool:

@@ -552,11 +552,13 @@ def test_there_may_be_more_shares_than_samples() -> None:
 
 @given(shared_batches(60), st.integers(1, 5), st.integers(1, 20_000))
 def test_the_largest_typical_batch_can_be_shared_out(batch: BatchCosts, shares: int, limit: int) -> None:
-    size = largest_typical_batch(batch, limit, upper=len(batch), shares=shares, fitting_share=1.0)
+    size = largest_typical_batch(batch, limit, upper=len(batch), shares=shares)
+    fit = []
     for start in range(0, len(batch) - size + 1, size):
         part = batch.part(start, start + size)
         stops = tuple(np.cumsum(share_out(part, shares)).tolist())
-        assert size == 1 or costliest(part, stops) <= limit * (1 + 1e-8)
+        fit.append(costliest(part, stops) <= limit * (1 + 1e-8))
+    assert size == 1 or np.mean(fit) >= 0.95
 
 
 def test_more_devices_hold_a_larger_batch() -> None:

@@ -513,7 +513,7 @@ class Calls:
         return sum(sizes)
 
     def _write_rows(self, weights: Mapping[int, float]) -> None:
-        """Gives the loggers what the parts have given to them, once."""
+        """Writes each row of the parts to its logger once, with the values of the whole batch."""
         of_parts = [self._rows[start] for start in weights]
         combination = Combination([self._sizes[start] for start in weights], list(weights.values()), self._kinds)
         for place, (number, metrics, arguments, options) in enumerate(of_parts[-1]):

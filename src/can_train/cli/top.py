@@ -100,7 +100,7 @@ class _View:
         return ids.index(self.chosen) if self.chosen in ids else 0
 
     def press(self, key: str) -> bool:
-        """Does what a key stands for; returns whether the screen goes on."""
+        """Acts on a key: moves in the list, opens a run, goes back; returns whether the screen goes on."""
         if key in ("up", "down") and self.statuses:
             place = min(max(0, self.place + (1 if key == "down" else -1)), len(self.statuses) - 1)
             self.chosen = self.statuses[place].known.run_id

@@ -43,7 +43,7 @@ class PlannedMemory:
 
     @classmethod
     def of_plan(cls, run_plan: RunPlan, remembered: Mapping[str, RememberedLimits]) -> PlannedMemory:
-        """Returns what the plan of a run, of its fullest phase, says."""
+        """Returns the figures of a run's plan for its fullest phase."""
         plan = run_plan.phase_plan
         is_searched = run_plan.limits is not None and plan.safety_factor is not None
         limit = run_plan.limits.training if run_plan.limits is not None and is_searched else None

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from can_train.task import LogicalBatch
 
 
-# Relative difference of the parts' denominators from the whole batch's that is round-off.
 _NO_RULES: Final = SplitRules()
+# Relative difference of the parts' denominators from the whole batch's that is round-off.
 _DENOMINATOR_TOLERANCE: Final = 1e-6
 _LOSSES: Final = "losses_of returns {term: (sum over the samples, denominator)}"
 # Samples of the smaller part of a batch that is measured both whole and split.

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 ROUNDING: Final = 1e-9  # Relative excess of a cost over a limit that is round-off
 _COST: Final = Feature("cost")
 _FIRST_LOOK: Final = 64  # Samples that the search for the end of a part looks at first; the number doubles from there
+# Share of an epoch's batches that fit whole, for a batch to be typical: ragged data have a few costly ones.
+_FITTING_SHARE: Final = 0.95
 _BISECTIONS: Final = 50  # Halvings of a search for a limit: to 1e-15 of the whole
 # Micro-batches of one logical batch at most: a tuple of so many takes 80 MB, and no step has time to run them.
 _MOST_PARTS: Final = 10**7
@@ -340,11 +342,9 @@ def _next_fit(size: int, reach: Callable[[int], int]) -> list[int]:
     return sizes
 
 
-def largest_typical_batch(
-    order: BatchCosts, limit: float, *, upper: int, shares: int = 1, fitting_share: float = 0.95
-) -> int:
+def largest_typical_batch(order: BatchCosts, limit: float, *, upper: int, shares: int = 1) -> int:
     """Returns the largest batch, of 1 to `upper` samples, that fits whole, or in one contiguous share per device, in
-    `fitting_share` of an epoch's batches; the others run in more parts. One micro-batch costs at most `limit`.
+    95 % of an epoch's batches; the rest run in more parts. One micro-batch costs at most `limit`.
     """
 
     def is_over(start: int, stop: int) -> bool:
@@ -362,7 +362,7 @@ def largest_typical_batch(
         middle = (low + high) // 2
         stops = range(middle, len(order) + 1, middle)
         over = sum(is_over(stop - middle, stop) for stop in stops)
-        low, high = (middle, high) if over <= (1 - fitting_share) * len(stops) else (low, middle)
+        low, high = (middle, high) if over <= (1 - _FITTING_SHARE) * len(stops) else (low, middle)
     return low
 
 

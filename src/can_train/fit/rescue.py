@@ -137,7 +137,7 @@ class Ladder:
         return True
 
     def go_to(self, level: int) -> bool:
-        """Climbs to a rung that another rank has climbed to; tells whether it is beyond this rank's."""
+        """Climbs to a rung that another rank has climbed to; tells whether this rank was below it."""
         level = min(level, len(self.rungs) - 1)
         if level <= self.level:
             return False

@@ -97,7 +97,7 @@ class Rung:
         return f"{self.name}, {counted(len(self.recompute), 'module')}" if self.recompute else self.name
 
     def describe(self) -> str:
-        """Says what is computed otherwise, as a clause."""
+        """Writes the differences from a plain step, as a clause."""
         parts = []
         if self.ranks > 1:
             parts.append(f"weights, gradients and optimizer state are sharded over {self.ranks} ranks")
@@ -243,7 +243,7 @@ def _segments(module: Any, name: str) -> Iterator[str]:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether hooks of somebody see what its parts compute: they would see it twice."""
+    """Tells whether a user's hook is called with the outputs of a part: it would be called twice."""
     return any(part._forward_hooks for part in module.modules() if part is not module)
 
 

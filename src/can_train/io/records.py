@@ -62,8 +62,8 @@ _TIMES: Final = ("time", "start_time", "end_time")  # fields of records
 _Record = TypeVar("_Record")
 
 
-_SKETCHED: Final = 1000  # files of a folder that are read
-_SKETCH_BYTES: Final = 1 << 20  # read at each end of a file
+_SKETCHED: Final = 1000  # Files of a folder whose contents are read; of more, up to twice as many
+_SKETCH_BYTES: Final = 1 << 20  # That are read at each end of a file
 
 
 @contextmanager
@@ -541,7 +541,7 @@ def _check_depth(value: Any, levels: int) -> None:
             _check_depth(inner, levels - 1)
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
+@dataclass(frozen=True, kw_only=True)
 class JobId:
     """The identity of a SLURM job. Each cluster counts its jobs from 1, so that a number alone is ambiguous.
 

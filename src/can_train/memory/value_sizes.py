@@ -27,7 +27,6 @@ INDEXING: Final = frozenset(
     {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 )
 _NONZERO: Final = "nonzero"
-_ITEM: Final = "_local_scalar_dense"
 _VALUE_TAGS: Final = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 # Operators of PyTorch, which say by tags that results depend on values; other libraries' may not (torchvision's nms).
 _TAGGED: Final = ("aten", "prim", "prims")

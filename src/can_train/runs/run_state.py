@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from can_train.errors import without_positions
@@ -417,7 +418,7 @@ def slurm_jobs(facts: RunFacts) -> list[JobId]:
     submitted = [(record.time, record.slurm_job) for record in facts.jobs]
     entered = [(attempt.start.start_time, attempt.start.slurm_job) for attempt in facts.attempts]
     jobs = [(time, job) for time, job in (*submitted, *entered) if job is not None]
-    return list(dict.fromkeys(job for _, job in sorted(jobs)))
+    return list(dict.fromkeys(job for _, job in sorted(jobs, key=itemgetter(0))))
 
 
 def live_row(facts: RunFacts) -> scheduler.QueueRow | None:

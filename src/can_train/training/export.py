@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
@@ -145,7 +145,9 @@ def export(request: ExportRequest, reporter: Reporter) -> Exported:
             if chosen in _WRITERS:
                 data = _WRITERS[chosen](weights, about)
             else:
-                program, data, difference = _compared_program(finished, request, about, reporter)
+                program, data, difference = _compared_program(
+                    finished, replace(request, format=chosen), about, reporter
+                )
             write_bytes_atomic(request.file, data)
             size_bytes = len(data)
     numbers = sum(weight.numel() for weight in weights.values())
@@ -170,9 +172,8 @@ def _compared_program(
         program = trace(with_evaluation(finished, request, reporter, partial(record_calls, part=request.part)))
     about |= {"part": program.part, "inputs": list(map(asdict, program.inputs)),
               "outputs": list(map(asdict, program.outputs))}  # fmt: skip
-    is_torch = PROGRAM in (request.format, request.file.suffix.lower().lstrip("."))
     with reporter.stage("writing and comparing the program"):
-        data, compute = (torch_program if is_torch else onnx_program)(program, about)
+        data, compute = (torch_program if request.format == PROGRAM else onnx_program)(program, about)
         difference = largest_difference(program, compute)
     if not difference <= request.tolerance:
         raise RunError("The exported program does not compute the model's results",

@@ -337,7 +337,7 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
 
 
 def look_again(tensors: Sequence[Tensor]) -> None:
-    """Lets what counts memory see that storages were resized by no operation, as `fully_shard` resizes them."""
+    """Has the simulated GPU count storages again that were resized without an operation, as `fully_shard` does."""
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, StorageTracker):
             mode.look_again(tensors)
