@@ -29,7 +29,7 @@ from can_train_tasks.can.data.layout import (
     unread_notes,
 )
 from can_train_tasks.can.data.log_text import changed_log
-from can_train_tasks.can.data.reading import LogReader, decide_bases
+from can_train_tasks.can.data.reading import LogReader, decide_bases, one_of
 from can_train_tasks.can.data.sidecars import find_sidecar
 from can_train_tasks.can.settings import CanDatasetSettings
 from can_train_tasks.can.synthetic.writing import synthetic_folder
@@ -278,7 +278,8 @@ def _build(dataset: CanDatasetSettings, logs: Sequence[HashedLog], folder: Path,
         num_frames = 0
         for hashed in logs:
             log = hashed.log
-            reader = LogReader(log.path, settings[log.path], kind=log.kind)
+            with one_of([*settings]):
+                reader = LogReader(log.path, settings[log.path], kind=log.kind)
             builder, digest = graphs.GraphBuilder(dataset.window, dataset.stride), LogDigest()
             for frames in reader.blocks():
                 digest.update(frames)
@@ -292,7 +293,13 @@ def _build(dataset: CanDatasetSettings, logs: Sequence[HashedLog], folder: Path,
                 fact = f"{log.path} has {counted(builder.frames_seen, 'frame')}, a window needs {dataset.window:,}"
                 raise too_short(fact, builder.frames_seen, reader.report.left_out())
             source = source_of(log, reader, frames=builder.frames_seen, sha256=hashed.sha256)
-            writer.end_log(replace(source, frames_digest=digest.hexdigest()), [*notes, *reader.report.summary()])
+            notes += reader.report.summary()
+            if attacks := int(np.count_nonzero(builder.left_over)):
+                last = f"the last {counted(len(builder.left_over), 'frame')} of the log fill no window"
+                notes.append(
+                    f"{log.path.name}: {last}, and with them {counted(attacks, 'attack frame', 'are')} left out"
+                )
+            writer.end_log(replace(source, frames_digest=digest.hexdigest()), notes)
             notes = []
             stage.advance(hashed.size)
         return writer.finish()

@@ -71,11 +71,14 @@ _COLUMN_NAMES: Final = {
     "data": ("data", "datafield", "payload", "databytes", "datahex", "message"),
     "label": ("label", "labels", "attack", "class", "isattack", "anomaly", "attacklabel", "labelattack", "isanomaly",
               "ismalicious", "malicious", "isinjected", "injected", "isintrusion", "intrusion", "attacked",
-              "groundtruth", "attackflag", "classlabel", "attackclass", "attacktype", "flag", "target", "category"),
+              "groundtruth", "attackflag", "classlabel", "attackclass", "attacktype", "flag", "target", "category",
+              "isbenign", "isnormal", "islegitimate", "benign", "normal", "legitimate"),
     "remote": ("rtr", "remote", "isremote", "isremoteframe", "remoteframe"),
     "error": ("iserrorframe", "errorframe", "iserror", "error"),
     "channel": ("channel", "iface", "interface", "bus", "canchannel", "caninterface", "canbus", "busid", "buschannel"),
 }  # fmt: skip
+# Names of columns whose true cells mark benign frames.
+_BENIGN_COLUMNS: Final = frozenset({"isbenign", "isnormal", "islegitimate", "benign", "normal", "legitimate"})
 # Names of columns of labels, and of other columns, too: their cells decide.
 _UNSURE_LABELS: Final = frozenset({"flag", "target", "category"})
 _UNSURE_LETTERS: Final = frozenset({"flag"})  # R and T are labels, as in Car-Hacking; X and S are kinds of frames
@@ -168,7 +171,9 @@ class _Header:
             # The numbers of rows grow from row to row, as CAN IDs never do.
             recognised["id"] = [next((column for column in of_ids if not _grows(self.cells[column])), of_ids[0])]
         if of_labels := recognised.get("label"):
-            recognised["label"] = [column for column in of_labels if self._has_labels(column)][:1]
+            labels = [column for column in of_labels if self._has_labels(column)]
+            # A column without any label stands beside another in some published tables.
+            recognised["label"] = sorted(labels, key=lambda column: not self._is_filled(column))[:1]
         # Other tools have counts or texts of errors in such a column.
         recognised["error"] = [column for column in recognised.get("error", ())
                                if all(map(_TRUTH_VALUE.fullmatch, self.cells[column]))]  # fmt: skip
@@ -180,6 +185,8 @@ class _Header:
     def _has_labels(self, column: int) -> bool:
         """Returns whether the cells of a column look like labels, where its name leaves that open."""
         name, told = plain_name(self.names[column]), not self.cells[column]
+        if name in _BENIGN_COLUMNS:
+            return all(map(_TRUTH_VALUE.fullmatch, self.cells[column]))
         if name not in _UNSURE_LABELS:
             return True
         words = {label_word(cell) for cell in self.cells[column]} - MISSING_WORDS
@@ -187,6 +194,17 @@ class _Header:
         if name in _UNSURE_LETTERS:
             return told or (bool(known) and all(len(word) > 2 and not word.isdecimal() for word in words - known))
         return told or any(len(word) > 2 for word in known)
+
+    def _is_filled(self, column: int) -> bool:
+        return any(label_word(cell) not in MISSING_WORDS for cell in self.cells[column])
+
+    @property
+    def benign_column(self) -> str:
+        """Name of the column whose true cells mark benign frames; empty where the labels mark attacks."""
+        name = self.name_of("label") if "label" in self.roles else ""
+        if plain_name(name) not in _BENIGN_COLUMNS:
+            return ""
+        return name if all(map(_TRUTH_VALUE.fullmatch, self.cells[self.roles["label"][0]])) else ""
 
     @property
     def other_names(self) -> list[str]:
@@ -567,6 +585,7 @@ class Recognised(NamedTuple):
     narrow: Grammar | None  # a faster grammar for rows of `channel` without a label; None: no faster grammar
     channel: str  # channel of all first rows
     other_columns: str  # sentence about columns that may have labels; empty where the label is recognised
+    benign_column: str = ""  # name of the column of labels, if its true cells mark benign frames
 
 
 def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Recognised:
@@ -613,7 +632,9 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
         channel = str(rows.channel[0])
         pattern = re.sub(r"\(\?P<channel>[^()]*\)", lambda _: re.escape(channel), pattern)
     narrow = replace(grammar, pattern=pattern) if pattern != grammar.pattern else None
-    return Recognised(grammar, narrow, channel, _told_columns(header) if best.name == "columns" else "")
+    if best.name != "columns":
+        return Recognised(grammar, narrow, channel, "")
+    return Recognised(grammar, narrow, channel, _told_columns(header), header.benign_column)
 
 
 def _told_columns(header: _Header) -> str:

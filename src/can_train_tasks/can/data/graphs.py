@@ -54,7 +54,7 @@ EDGE_FEATURES: Final = (
 
 # Part of the name of every folder. Raise it when the arrays or the meaning of a column change: older folders are then
 # not found.
-SCHEMA: Final = 9
+SCHEMA: Final = 10
 
 # Type and shape of one row of every array on disk.
 _ARRAYS: Final[dict[str, tuple[str, tuple[int, ...]]]] = {
@@ -277,6 +277,14 @@ class GraphBuilder:
         self._pending = joined.part(self._pending_from - joined_from, self.frames_seen - joined_from)
         # A separate generator, so that this call counts the frames, and not the first block that is taken.
         return self._build(joined, joined_from, start, num_windows)
+
+    @property
+    def left_over(self) -> NDArray[np.uint8]:
+        """Labels [L] of the last frames, which fill no window."""
+        if self._pending is None:
+            return np.empty(0, np.uint8)
+        filled = self._next_start - self._stride + self._window if self._next_start else 0
+        return self._pending.label[max(filled - self._pending_from, 0) :]
 
     def _build(self, joined: _Joined, joined_from: int, first_frame: int, num_windows: int) -> Iterator[GraphBlock]:
         per_chunk = max(1, _CHUNK_FRAMES // self._window)

@@ -166,7 +166,8 @@ def _place(dataset: CanDatasetSettings, data_root: Path) -> Path:
     raise MissingDataError(
         f"Data set {dataset.name} is not below the data root",
         value=f"no folder {' or '.join(spellings)} in {data_root}, nor in {' or '.join(_COLLECTIONS[1:])} there",
-        remedy="Download it from https://bitbucket.org/brooke-lampe/can-train-and-test-v1.5 into the data root, or "
+        remedy=_folder_here(dataset.name)
+        or "Download it from https://bitbucket.org/brooke-lampe/can-train-and-test-v1.5 into the data root, or "
         "name another with --data-root DIR. Any log works with --dataset PATH, and --dataset synthetic needs no files",
     )
 
@@ -178,8 +179,13 @@ def _place_of_other(name: str, data_root: Path) -> Path:
             return data_root / folder
     raise MissingDataError(f"Data set {name} is not below the data root",
                            value=f"no folder {' or '.join(folders)} in {data_root}",
-                           remedy=f"Download it from {address} into the data root, or name another with --data-root DIR"
-                           )  # fmt: skip
+                           remedy=_folder_here(name) or f"Download it from {address} into the data root, or name "
+                                                        "another with --data-root DIR")  # fmt: skip
+
+
+def _folder_here(name: str) -> str:
+    """Returns the remedy where the current folder has one of the name of a data set; empty where it has none."""
+    return f"The folder here is read with --dataset ./{name}" if Path(name).is_dir() else ""
 
 
 def attack_kind(file_name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
@@ -56,6 +56,7 @@ MAX_JITTER_SHARE: Final = 0.5  # share of the frames that may step back by a clo
 _HEADING_LINES: Final = 100  # lines that tell the base and the columns of a log
 _MIN_CLOCK_FRAMES: Final = 50  # frames that no bus sends within one step of a clock
 _USUAL_ROWS_A_PAUSE: Final = 100  # rows between two pauses, at least
+_COARSE_SHARE: Final = 0.9  # share of the frames with the time of the frame before: a clock of 10 ms, on most buses
 _MAX_EXAMPLES: Final = 3
 _MAX_CHANNELS: Final = 4  # channels that a notice names
 _MAX_LOST: Final = 6  # CAN IDs, and labels, of malformed rows that a notice names
@@ -95,13 +96,15 @@ class _TextLog:
     Attributes:
         typed: Settings that the types of a table's columns decide, such as the base of IDs that are numbers.
         other_columns: See `Recognised`.
+        benign_column: See `Recognised`.
     """
 
     def __init__(self, path: Path, settings: CanDatasetSettings, block_bytes: int) -> None:
         self._path = path
         self._text, self.typed = _open_text(path, settings, block_bytes)
         settings = replace(settings, **self.typed)  # type: ignore[arg-type]
-        self.grammar, self._narrow, self.channel, self.other_columns = self._recognised(settings)
+        recognised = self._recognised(settings)
+        self.grammar, self._narrow, self.channel, self.other_columns, self.benign_column = recognised
         if settings.channel:
             self._narrow = None
         self._clock = LogClock(self.grammar)
@@ -185,6 +188,11 @@ def decide_bases(
         decided |= dict.fromkeys(group, replace(settings, id_base=bases.id_base, byte_base=bases.byte_base))
         more = f" and {counted(len(group) - 1, 'more log')}" if len(group) > 1 else ""
         notes += [f"{group[0].name}{more}: {note}" for note in joined.notes()]
+        if bases.id_base == "dec" and not joined.header_base and _tell_both_bases(texts):
+            fact = (
+                "CAN IDs were read as decimal numbers, as the log tells, although those of other logs are hexadecimal"
+            )
+            notes.append(f"{group[0].name}{more}: {fact}")
     return decided, notes
 
 
@@ -192,15 +200,37 @@ def _sources(texts: Mapping[Path, NumberTexts]) -> list[list[Path]]:
     """Groups the logs whose numbers have one base.
 
     Logs with a header that tells its base form a group for each header. The other logs form one group; if some of their
-    IDs can only be hexadecimal and some only decimal, they form a group for each header.
+    IDs can only be hexadecimal and some only decimal, they form a group for each header. Logs whose IDs tell that they
+    are decimal have a group of their own beside hexadecimal logs.
     """
     untold = [written for written in texts.values() if not written.header_base]
     is_mixed = len({written.certain_id_base() for written in untold} - {""}) > 1
+    differ = _tell_both_bases(texts)
     groups: dict[str, list[Path]] = defaultdict(list)
     for path, written in texts.items():
         bases = f"{written.settings.id_base} {written.settings.byte_base}"  # numbers of a table have their own
-        groups[f"{bases} {written.header if is_mixed or written.header_base else ''}"].append(path)
+        of_header = written.header if is_mixed or written.header_base else ""
+        own = written.id_base() or "hex" if differ and not written.header_base else ""
+        groups[f"{bases} {of_header} {own}"].append(path)
     return [*groups.values()]
+
+
+def _tell_both_bases(texts: Mapping[Path, NumberTexts]) -> bool:
+    """Tells whether the IDs of some logs are hexadecimal, by themselves, and those of others decimal."""
+    return {"hex", "dec"} <= {written.id_base() for written in texts.values() if not written.header_base}
+
+
+@contextmanager
+def one_of(paths: Sequence[Path]) -> Iterator[None]:
+    """Adds to an error about a log, in the block, that a file that is no log must lie elsewhere, if it is one of
+    several.
+    """
+    try:
+        yield
+    except DataError as error:
+        if len(paths) > 1:
+            error.remedy = f"{error.remedy}. A file that is no log must lie outside of the folder of logs"
+        raise
 
 
 class LogReader:
@@ -238,7 +268,10 @@ class LogReader:
         if settings.channel and grammar is not None and not grammar.has("channel"):
             raise DataError(f"The log names no interface, and {settings.channel} was asked for", value=str(path),
                             remedy="Leave out dataset.channel")  # fmt: skip
-        self._encoder = LabelEncoder(settings.benign_values, kind)
+        # Words that a person has named mean what they say.
+        named = settings.benign_values != CanDatasetSettings().benign_values
+        self._benign_column = "" if named or not isinstance(self._log, _TextLog) else self._log.benign_column
+        self._encoder = LabelEncoder(settings.benign_values, kind, marks_benign=bool(self._benign_column))
         self._max_malformed = settings.max_malformed
         self._has_labels = grammar is not None and grammar.has("label")
         self._all_labelled = self._has_labels and not (grammar and grammar.unlabelled_rows)
@@ -327,6 +360,8 @@ class LogReader:
 
     def _new_report(self) -> ReadReport:
         notes = [self._grammar.assumption] if self._grammar and self._grammar.assumption else []
+        if self._benign_column:
+            notes.append(f"true cells of its column {self._benign_column!r} mark benign frames, and false ones attacks")
         if self._sidecar is not None:
             source = f"{self._sidecar.path.parent.name}/{self._sidecar.path.name}"
             unknown = f"{source} does not say when the log's attacks were, so it counts as unlabelled"
@@ -363,11 +398,15 @@ class LabelEncoder:
     Args:
         benign_values: Labels that mean: no attack; letter case does not matter.
         unnamed: The kind of attacks whose label names no kind.
+        marks_benign: Whether true words mark benign frames, and false words attacks.
     """
 
-    def __init__(self, benign_values: Iterable[str], unnamed: str) -> None:
+    def __init__(self, benign_values: Iterable[str], unnamed: str, *, marks_benign: bool = False) -> None:
         self.names = [BENIGN]
+        self._attacks = ATTACK_WORDS
         self._told_benign = {label_word(value) for value in benign_values}
+        if marks_benign:
+            self._attacks, self._told_benign = frozenset(self._told_benign), {*ATTACK_WORDS}
         self._benign = self._told_benign | MISSING_WORDS
         self._unnamed = unnamed
 
@@ -411,7 +450,7 @@ class LabelEncoder:
         word = label_word(text)
         if word in self._benign:
             return 0
-        name = self._unnamed if word in ATTACK_WORDS else canonical_label(text)
+        name = self._unnamed if word in self._attacks else canonical_label(text)
         if name not in self.names:
             if len(self.names) == MAX_KINDS:
                 raise too_many_kinds("A log", f"{name!r} would be one more")
@@ -445,6 +484,7 @@ class ReadReport:
 
     path: Path
     frames: int = 0  # frames that were read
+    same_times: int = 0  # frames with the time of the frame before
     malformed: int = 0  # rows that are no frame and were left out
     reasons: Counter[str] = field(default_factory=Counter)  # malformed rows by reason
     first_s: float | None = None  # time of the first frame
@@ -509,6 +549,7 @@ class ReadReport:
         self.backwards += len(backwards)
         self.jitter += len(jitter_s)
         self.largest_jitter_s = max(self.largest_jitter_s, jitter_s.max(initial=0.0))
+        self.same_times += int(np.count_nonzero(exact_s == 0.0))
         self.traffic_s += float(exact_s[(step_s >= -CLOCK_JITTER_S) & (step_s < PAUSE_S)].sum())
         if len(pauses := np.flatnonzero((step_s >= PAUSE_S) & np.isfinite(step_s))):
             self.first_pause_line = self.first_pause_line or first_line + int(rows.position[pauses[0]])
@@ -663,6 +704,12 @@ class ReadReport:
             sentences.append(
                 f"{name}: time jumps ahead by {PAUSE_S:g} s or more at {counted(self.pauses, 'row')}, {first}at line "
                 f"{self.first_pause_line:,}, by {self.paused_s:,.0f} s in all: that time counts as no traffic"
+            )
+        if self.frames >= _MIN_CLOCK_FRAMES and self.same_times > _COARSE_SHARE * self.frames:
+            together = self.frames / (self.frames - self.same_times)
+            sentences.append(
+                f"{name}: {together:,.0f} frames on average have the same time, so that gaps between frames are lost: "
+                "record times with microseconds"
             )
         buses = 1 if self.chosen_channel else max(len(self.channels), 1)
         per_second = self.frames / self.traffic_s if self.traffic_s else 0.0

@@ -21,7 +21,7 @@ from can_train_tasks.can.data.dataset import CanData, DataSample, find_prepared,
 from can_train_tasks.can.data.graphs import FlatGraphs, GraphBuilder, GraphWriter, Split, writing_graphs
 from can_train_tasks.can.data.layout import LOG, TEST, LogFile, find_logs, find_training_logs
 from can_train_tasks.can.data.log_text import COMPRESSIONS
-from can_train_tasks.can.data.reading import LogReader, LogSample, decide_bases
+from can_train_tasks.can.data.reading import LogReader, LogSample, decide_bases, one_of
 from can_train_tasks.can.settings import CanDatasetSettings, SyntheticSettings
 from can_train_tasks.can.synthetic.writing import synthetic_folder_name, write_synthetic
 
@@ -114,7 +114,8 @@ def _sample_logs(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter:
         # Only the first lines of logs: a dry run must take seconds.
         settings, notes = decide_bases([log.path for log in chosen], dataset, whole=False)
         for log in chosen:
-            samples[log], left_out[log.path.name] = _sample_log(settings[log.path], log, len(chosen), writer)
+            with one_of([*settings]):
+                samples[log], left_out[log.path.name] = _sample_log(settings[log.path], log, len(chosen), writer)
             stage.advance()
         flat = _copy_to_memory(writer.finish())
     flat = replace(flat, notices=(*notes, *flat.notices))

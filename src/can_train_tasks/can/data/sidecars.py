@@ -99,7 +99,9 @@ def find_sidecar(log: Path) -> Sidecar | None:
             injections = tuple(_injections(entry, name))
             # ROAD's ambient captures have entries without any of these fields. In the entries of captures that began
             # after the attack on the vehicle, the fields are null.
-            harmless = not any(map(_INTERVAL.fullmatch, entry)) and "attack" not in name.casefold()
+            # Fields of other names may tell of attacks, too.
+            words = f"{name} {' '.join(map(str, entry))}".casefold()
+            harmless = not any(word in words for word in ("attack", "interval", "inject"))
             return Sidecar(path=path, entry=entry, injections=injections, whole=bool(injections) or harmless)
     return None
 

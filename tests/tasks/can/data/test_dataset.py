@@ -152,6 +152,30 @@ def test_a_log_shorter_than_a_window_is_refused_and_leaves_nothing_behind(tmp_pa
     assert not list((tmp_path / "cache").iterdir())
 
 
+@pytest.mark.parametrize(("window", "stride", "lost"), [(20, 20, 10), (20, 7, 3), (300, 300, 110)])
+def test_attack_frames_behind_the_last_window_are_told(window: int, stride: int, lost: int, tmp_path: Path) -> None:
+    frames = random_frames(1_010)
+    frames.label[:] = np.arange(1_010) >= 1_008
+    path = write_log(tmp_path / "drive.csv", frames)
+    settings = replace(SETTINGS, window=window, stride=stride)
+    data, _ = prepared([LogFile(path=path, role=TEST, group="test_01", kind="DoS")], tmp_path, settings)
+    assert data.notices == (
+        f"drive.csv: the last {lost} frames of the log fill no window, and with them 2 attack frames are left out",
+    )
+
+
+@pytest.mark.parametrize("content", ["", "file,attack,frames\na,1,2\n", "some words\n" * 9])
+def test_a_file_among_logs_that_is_no_log_is_to_lie_elsewhere(content: str, tmp_path: Path) -> None:
+    logs = [log_file(tmp_path / "logs" / "drive.csv"), log_file(tmp_path / "logs" / "summary.csv", group="summary.csv")]
+    logs[1].path.write_text(content)
+    with pytest.raises(DataError) as error:
+        prepared(logs, tmp_path)
+    assert error.value.remedy.endswith(". A file that is no log must lie outside of the folder of logs")
+    with pytest.raises(DataError) as error:
+        prepared(logs[1:], tmp_path)
+    assert "must lie outside" not in error.value.remedy
+
+
 def test_a_log_that_changes_after_it_was_hashed_is_refused(tmp_path: Path) -> None:
     log = log_file(tmp_path / "drive.csv")
 

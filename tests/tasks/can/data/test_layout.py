@@ -71,6 +71,17 @@ def test_sets_of_other_authors_are_found_by_name_without_their_tables_of_signals
         by_name("road", tmp_path)
 
 
+@pytest.mark.parametrize("name", ["road", "hcrl_ch"])
+def test_a_folder_of_the_sets_name_in_the_current_folder_is_pointed_out(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    with pytest.raises(MissingDataError) as error:
+        by_name(name, tmp_path / "data")
+    assert error.value.remedy == f"The folder here is read with --dataset ./{name}"
+
+
 def test_a_missing_set_tells_in_a_few_words_where_it_was_looked_for_and_who_publishes_it(tmp_path: Path) -> None:
     with pytest.raises(MissingDataError) as error:
         by_name("hcrl_sa", tmp_path)

@@ -291,6 +291,16 @@ def test_all_logs_of_a_folder_have_ids_of_one_base(tmp_path: Path) -> None:
     assert alone_notes[0].startswith("a.csv: CAN IDs were read as decimal numbers")
 
 
+def test_a_decimal_log_beside_hexadecimal_logs_with_its_header_is_decimal(tmp_path: Path) -> None:
+    hexadecimal = [write_csv(tmp_path / name, ["110", "1A0", "7E8"]) for name in ("a.csv", "b.csv")]
+    decimal = write_csv(tmp_path / "c.csv", ["272", "416", "2024"])
+    bases, notes = decide_bases([*hexadecimal, decimal], AUTO)
+    assert [settings.id_base for settings in bases.values()] == ["hex", "hex", "dec"]
+    assert notes == [
+        "c.csv: CAN IDs were read as decimal numbers, as the log tells, although those of other logs are hexadecimal"
+    ]
+
+
 def test_logs_of_different_sources_in_one_folder_decide_each_for_itself(tmp_path: Path) -> None:
     hexadecimal = write_log(tmp_path / "a.csv", "timestamp,id,data\n1.5,12A,00\n1.6,12B,00\n")
     decimal = write_log(tmp_path / "b.csv", "time,can_id,data\n1.5,419356416,00\n1.6,419356417,00\n")
@@ -532,6 +542,56 @@ def test_pauses_are_told_with_their_line_and_their_time(block_bytes: int, tmp_pa
     (told,) = done.reader.report.summary()
     jumps = "log.csv: time jumps ahead by 10 s or more at 2 rows, first at line 151, by 259,197 s in all"
     assert told == f"{jumps}: that time counts as no traffic"
+
+
+def labelled_rows(*columns: str, rows: int = 200) -> str:
+    """Rows of which every fourth is an attack; `{a}` and `{b}` stand for 1 of an attack, and of a benign frame."""
+    head = ",".join(column.partition("=")[0] for column in columns)
+    lines = [
+        ",".join(column.partition("=")[2].format(a=int(i % 4 == 0), b=int(i % 4 > 0)) for column in columns)
+        for i in range(rows)
+    ]
+    frames = [f"{i / 1000:.6f},{0x1A0 + i % 9:03X},01A2" for i in range(rows)]
+    return f"timestamp,id,data,{head}\n" + "".join(
+        f"{frame},{line}\n" for frame, line in zip(frames, lines, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [("label=", "attack={a}"), ("label=NaN", "attack={a}"), ("attack={a}", "label="), ("label={a}", "class=")],
+)
+def test_of_several_columns_of_labels_the_one_that_has_some_is_read(columns: tuple[str, ...], tmp_path: Path) -> None:
+    done = read(write_log(tmp_path / "log.csv", labelled_rows(*columns)))
+    assert (done.frames.label > 0).tolist() == [i % 4 == 0 for i in range(200)]
+
+
+@pytest.mark.parametrize("name", ["is_benign", "Normal", "isNormal", "legitimate"])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_column_of_benign_frames_marks_the_others_as_attacks(name: str, named: bool, tmp_path: Path) -> None:
+    path = write_log(tmp_path / "log.csv", labelled_rows(f"{name}={{b}}"))
+    wanted = CanDatasetSettings(columns=ColumnSettings(label=name)) if named else AUTO
+    done = read(path, wanted)
+    assert (done.frames.label > 0).tolist() == [i % 4 == 0 for i in range(200)]
+    assert done.reader.kinds == ["benign", "attack"]
+    assert done.reader.report.summary() == [
+        f"log.csv: true cells of its column {name!r} mark benign frames, and false ones attacks"
+    ]
+
+
+def test_words_that_are_named_benign_go_before_the_name_of_their_column(tmp_path: Path) -> None:
+    path = write_log(tmp_path / "log.csv", labelled_rows("normal={a}"))
+    done = read(path, CanDatasetSettings(columns=ColumnSettings(label="normal"), benign_values=["0"]))
+    assert (done.frames.label > 0).tolist() == [i % 4 == 0 for i in range(200)]
+
+
+def test_a_clock_of_whole_seconds_is_told(tmp_path: Path) -> None:
+    rows = "".join(f"{1_600_000_000 + i // 100},{0x1A0 + i % 9:03X},01A2\n" for i in range(500))
+    (told,) = read(write_log(tmp_path / "log.csv", f"timestamp,id,data\n{rows}")).reader.report.summary()
+    assert told == (
+        "log.csv: 100 frames on average have the same time, so that gaps between frames are lost: record times with "
+        "microseconds"
+    )
 
 
 def test_a_slow_bus_has_no_pauses(tmp_path: Path) -> None:

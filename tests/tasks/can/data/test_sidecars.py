@@ -98,6 +98,15 @@ def test_an_ambient_capture_is_benign_and_one_without_an_interval_is_unlabelled(
     assert "does not say when the log's attacks were" in reader.report.summary()[0]
 
 
+@pytest.mark.parametrize("field", ["attack_interval", "injected_frames", "intervals"])
+def test_fields_of_other_names_that_may_tell_of_attacks_leave_a_log_unlabelled(field: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "fuzzing_1.log")
+    (tmp_path / "drive_metadata.json").write_text(json.dumps({"fuzzing_1": {"vehicle": "a car", field: [2.0, 2.4]}}))
+    reader, _, _ = read(path)
+    assert not reader.labelled
+    assert "does not say when the log's attacks were" in reader.report.summary()[0]
+
+
 def test_absolute_times_and_several_intervals_are_read_although_commas_trail(tmp_path: Path) -> None:
     path = write(tmp_path / "Real_attacks" / "EMS_replay_attack.log")
     text = f"""{{"EMS_replay_attack": {{
