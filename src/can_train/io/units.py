@@ -188,10 +188,10 @@ def shortened(names: Sequence[str]) -> dict[str, str]:
 def counted(count: int, noun: str) -> str:
     """Writes a count with its noun.
 
-    >>> counted(1, "run"), counted(2, "run")
-    ('1 run', '2 runs')
+    >>> counted(1, "run"), counted(2, "run"), counted(12345, "run")
+    ('1 run', '2 runs', '12,345 runs')
     """
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def count_of(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -312,16 +312,14 @@ class Checkpoints:
             CheckpointError: It could not be written; the previous one is untouched.
         """
         # Serialized in memory first, so that the digest is of the intended bytes, whatever reaches the disk.
-        buffer = io.BytesIO()
-        torch.save({"format": _FORMAT_VERSION, **state}, buffer)
-        data = buffer.getvalue()
+        data = _serialized({"format": _FORMAT_VERSION, **state})
         entries = self._entries()
         # Never the name of a file that the manifest still needs, even when the same step is saved twice.
         taken = {entry.file for entry in entries}
         name = next(n for n in (f"step-{step:08d}{suffix}.pt" for suffix in ("", "-b", "-c")) if n not in taken)
         digest = hashlib.sha256(data).hexdigest()
         entries = [_Entry(file=name, sha256=digest, step=step, epochs_begun=epochs_begun), *entries][:_MAX_FILES]
-        try:
+        with _writing("The checkpoint", self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             write_bytes_atomic(self._folder / name, data)
             self._write_manifest(entries)
@@ -329,10 +327,6 @@ class Checkpoints:
             for path in self._folder.glob("step-*.pt"):
                 if path.name not in {entry.file for entry in entries}:
                     path.unlink(missing_ok=True)
-        except OSError as error:
-            remedy = "Make room or mend the folder's permissions, then resume the run"
-            found = f"{self._folder}: {error.strerror}"
-            raise CheckpointError("The checkpoint cannot be written", value=found, remedy=remedy) from error
 
     def load(
         self, reporter: Reporter, *, check: Callable[[Mapping[str, Any]], None] = lambda _: None, skip: int = 0
@@ -424,15 +418,26 @@ def write_epoch_weights(folder: RunFolder, epoch: int, kind: str, weights: Mappi
         CheckpointError: The file could not be written; the run goes on from its last checkpoint.
     """
     path = folder.weights_path / f"epoch-{epoch:0{_EPOCH_DIGITS}d}{'' if kind == 'trained' else f'-{kind}'}.pt"
-    buffer = io.BytesIO()
-    torch.save(dict(weights), buffer)
-    try:
+    data = _serialized(dict(weights))
+    with _writing("The weights of an epoch", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes_atomic(path, buffer.getvalue())
+        write_bytes_atomic(path, data)
+
+
+def _serialized(value: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@contextmanager
+def _writing(noun: str, place: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         remedy = "Make room or mend the folder's permissions, then resume the run"
-        found = f"{path}: {error.strerror}"
-        raise CheckpointError("The weights of an epoch cannot be written", value=found, remedy=remedy) from error
+        raise CheckpointError(f"{noun} cannot be written", value=f"{place}: {error.strerror}",
+                              remedy=remedy) from error  # fmt: skip
 
 
 def _epoch_weights(folder: RunFolder, name: str) -> dict[str, Any]:

@@ -109,14 +109,13 @@ class Progress:
     epochs_without_gain: int = 0  # in validations
     seconds: float = 0.0  # of training, where its time is limited
     trained: bool = False
-    # Of the current epoch so far: the sum and the denominator of each term, samples, micro-batches, samples of the
-    # largest of them.
-    epoch_sums: dict[str, float] = field(default_factory=dict)
-    epoch_denominators: dict[str, float] = field(default_factory=dict)
+    # Of the current epoch so far
+    epoch_sums: dict[str, float] = field(default_factory=dict)  # of each loss term
+    epoch_denominators: dict[str, float] = field(default_factory=dict)  # of each loss term
     epoch_samples: int = 0
-    epoch_parts: int = 0
-    epoch_largest: int = 0
-    epoch_ooms: int = 0
+    epoch_parts: int = 0  # micro-batches
+    epoch_largest: int = 0  # samples of the largest micro-batch
+    epoch_ooms: int = 0  # out-of-memories that were rescued
 
     def add_losses(self, result: BatchResult) -> None:
         """Adds the losses of a step to those of its epoch."""

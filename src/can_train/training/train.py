@@ -1119,7 +1119,7 @@ def _plain_table(table: TextTable) -> dict[str, Any]:
 
 def _outcome(task: BatchTask, folder: RunFolder, result: Mapping[str, Any]) -> Outcome:
     counts = ((result["epochs"], "epoch"), (result["steps"], "step"), (result["parameters"], "parameter"))
-    done = ", ".join(f"{count:,} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
+    done = ", ".join(counted(count, noun) for count, noun in counts)
     judgement, beside = result["judgement"], result["beside"]
     summary_tables, tables = [*task.summary_tables(judgement)], [*task.tables(judgement)]
     for kind, other in beside.items():
