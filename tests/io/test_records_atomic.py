@@ -12,6 +12,7 @@ from can_train.io.records import (
     json_text,
     open_atomic,
     open_to_append,
+    place_refusal,
     read_text,
     sketch,
     text_or_nothing,
@@ -159,3 +160,13 @@ def test_a_link_or_a_pipe_is_not_appended_to(tmp_path: Path) -> None:
             open_to_append(tmp_path / name)
     assert (tmp_path / "precious").read_text() == "kept"
     assert not (tmp_path / "new").exists()
+
+
+def test_a_place_is_refused_before_anything_is_computed_for_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    assert place_refusal(tmp_path / "new.csv") == place_refusal(tmp_path / "file") == ""
+    assert place_refusal(tmp_path / "folder", as_folder=True) == ""
+    assert place_refusal(tmp_path / "folder") == f"{tmp_path / 'folder'} is a folder"
+    assert place_refusal(tmp_path / "none" / "new.csv") == f"{tmp_path / 'none'} is not there"
+    assert place_refusal(tmp_path / "file" / "new.csv") == f"{tmp_path / 'file'} is a file"

@@ -438,6 +438,16 @@ def check_writable(folder: Path) -> None:
         temporary.unlink()
 
 
+def place_refusal(path: Path, *, as_folder: bool = False) -> str:
+    """Returns the reason why a file, or an empty folder, cannot be made at a path, as a clause; empty if it can be."""
+    folder = path.absolute().parent
+    if path.is_dir() and not as_folder:
+        return f"{path} is a folder"
+    if not folder.is_dir():
+        return f"{folder} is {'a file' if folder.exists() else 'not there'}"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} cannot be written"
+
+
 def list_names(folder: Path) -> list[str]:
     """Returns the sorted names in a folder; none where it does not exist.
 

@@ -4,7 +4,6 @@ Shapes: R samples, by their rows in the data.
 """
 
 import csv
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from can_train.config.settings import TrainingSettings
 from can_train.config.task_settings import load_object
 from can_train.errors import ConfigError, StateError
 from can_train.fit.precision import Precision, tf32
-from can_train.io.records import open_atomic
+from can_train.io.records import open_atomic, place_refusal
 from can_train.memory.meters import open_meter
 from can_train.reporter import Reporter, SilentReporter, TextTable
 from can_train.runs.trust import CodeTrust
@@ -257,11 +256,9 @@ def check_score_file(path: Path, data: Iterable[Path] = ()) -> None:
     if path.suffix.lower() == ".parquet" and find_spec("polars") is None:
         raise ConfigError("polars is not installed, which writes Parquet files", value=str(path),
                           remedy="Name a file that ends in .csv, or: pip install polars")  # fmt: skip
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        why = "is a folder" if path.is_dir() else "cannot be written" if folder.is_dir() else "is not there"
-        raise ConfigError(f"{path if path.is_dir() else folder} {why}: scores need a file in a writable folder",
-                          remedy="Make it, or name another file with --scores")  # fmt: skip
+    if refusal := place_refusal(path):
+        raise ConfigError(f"{refusal}: scores need a file in a writable folder",
+                          remedy="Make the folder, or name another file with --scores")  # fmt: skip
     if path.exists() and any(path.samefile(file) for file in data):
         raise ConfigError("The file of the scores is one of the data files", value=str(path),
                           remedy="Name another file with --scores")  # fmt: skip

@@ -31,7 +31,7 @@ from can_train.config.resolved import (
 )
 from can_train.config.task_settings import load_object
 from can_train.errors import ConfigError, RunError, StateError, unknown_name
-from can_train.io.records import write_bytes_atomic, write_json_atomic
+from can_train.io.records import place_refusal, write_bytes_atomic, write_json_atomic
 from can_train.reporter import Reporter
 from can_train.runs.run_state import best_text
 from can_train.runs.trust import CodeTrust
@@ -283,16 +283,13 @@ def choose_format(file: Path, name: str | None) -> str:
 
 def check_place(file: Path, *, is_folder: bool = False) -> None:
     """Makes sure, before anything is computed, that a file, or a new folder, can be written."""
-    folder, kind = file.absolute().parent, "folder" if is_folder else "file"
     if is_folder and (file.is_file() or (file.is_dir() and any(file.iterdir()))):
         why = "is a file" if file.is_file() else "is not empty"
         raise ConfigError(f"{file} {why}: a model of transformers needs a folder of its own",
                           remedy="Name a new one")  # fmt: skip
-    if (file.is_dir() and not is_folder) or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        is_taken = file.is_dir() and not is_folder
-        why = ("is a folder" if is_taken else "cannot be written" if folder.is_dir() else
-               "is a file" if folder.exists() else "is not there")  # fmt: skip
-        raise ConfigError(f"{file if is_taken else folder} {why}: a model needs a {kind} in a writable folder",
+    if refusal := place_refusal(file, as_folder=is_folder):
+        kind = "folder" if is_folder else "file"
+        raise ConfigError(f"{refusal}: a model needs a {kind} in a writable folder",
                           remedy=f"Make the folder, or name another {kind}")  # fmt: skip
 
 
