@@ -66,14 +66,18 @@ def _check_shared(live: Sequence[RunStatus], locator: RunLocator) -> None:
 def _stop_all(live: Sequence[RunStatus], locator: RunLocator) -> None:
     """Asks the jobs of runs to end in one command, and the processes one after another."""
     jobs = [row.job for status in live for row in _live_rows(status.facts)]
-    if jobs and (refusal := cancel_jobs(jobs)):
-        raise RunError("SLURM refuses to cancel the job", value=refusal, remedy=_REFUSED)
+    _cancel(jobs, cancel_jobs)
     for status in live:
         if not _live_rows(status.facts) and not stop(status.facts):
             now = locator.status(status.known)
             if now.state.live:
                 raise RunError("No job and no process of the run was found", value=str(now.state),
                                remedy=f"Look at its state: can-train status {status.known.run_id}")  # fmt: skip
+
+
+def _cancel(jobs: Sequence[JobId], cancel_slurm_jobs: Callable[[Sequence[JobId]], str]) -> None:
+    if jobs and (refusal := cancel_slurm_jobs(jobs)):
+        raise RunError("SLURM refuses to cancel the job", value=refusal, remedy=_REFUSED)
 
 
 def _wait_for_end(live: Sequence[RunStatus], locator: RunLocator) -> list[RunStatus]:
@@ -154,9 +158,7 @@ def stop(
     # All of them: a run that was resubmitted may have an older job that is not quite over.
     live = [row.job for row in _live_rows(facts)]
     if live:
-        refusal = cancel_slurm_jobs(live)
-        if refusal:
-            raise RunError("SLURM refuses to cancel the job", value=refusal, remedy=_REFUSED)
+        _cancel(live, cancel_slurm_jobs)
         return True
     # The training process itself, which saves its state. Its controlling process is asked only before training.
     job = facts.jobs[-1] if facts.jobs else None

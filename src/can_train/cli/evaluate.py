@@ -11,7 +11,17 @@ import typer
 
 from can_train.cli import output
 from can_train.cli.output import Verbosity
-from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode, WeightsFile
+from can_train.cli.run_locator import (
+    AsJson,
+    Device,
+    Run,
+    RunDataRoot,
+    RunLocator,
+    RunsDir,
+    StateDir,
+    TrustCode,
+    WeightsFile,
+)
 from can_train.config.task_settings import NoSettings, described_tasks, load_object, load_task_settings
 from can_train.errors import CanTrainError, ConfigError
 from can_train.io.records import expanded
@@ -27,7 +37,7 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
     scores: Annotated[
         str | None, typer.Option(help="Write each sample's score to a .csv or .parquet file.", metavar="FILE")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, or a simulated GPU: sim:2GiB.")] = "auto",
+    device: Device = "auto",
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="How the data are read: dataset.NAME=VALUE. Repeatable.", metavar="KEY=VALUE"),
@@ -37,9 +47,7 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
     as_json: AsJson = False,
     quiet: output.Quiet = False,
     verbose: output.Verbose = False,
-    data_root: Annotated[
-        str | None, typer.Option(help="Folder of the published data sets. [the run's]", metavar="FOLDER")
-    ] = None,
+    data_root: RunDataRoot = None,
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
     options: Any = None,

@@ -6,7 +6,7 @@ import typer
 
 from can_train.cli import output
 from can_train.cli.output import Verbosity
-from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode, WeightsFile
+from can_train.cli.run_locator import AsJson, Run, RunDataRoot, RunLocator, RunsDir, StateDir, TrustCode, WeightsFile
 from can_train.reporter import TextTable
 
 if TYPE_CHECKING:
@@ -47,9 +47,7 @@ def export(  # noqa: PLR0913 - Typer makes an option of each argument
     trust_code: TrustCode = False,
     as_json: AsJson = False,
     quiet: output.Quiet = False,
-    data_root: Annotated[
-        str | None, typer.Option(help="Folder of the published data sets. [the run's]", metavar="FOLDER")
-    ] = None,
+    data_root: RunDataRoot = None,
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
 ) -> None:

@@ -18,7 +18,7 @@ import typer
 
 from can_train.cli import output
 from can_train.cli.output import Verbosity
-from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir, TrustCode, WeightsFile
+from can_train.cli.run_locator import Device, Run, RunDataRoot, RunLocator, RunsDir, StateDir, TrustCode, WeightsFile
 from can_train.errors import ConfigError, Stopped
 from can_train.io.records import expanded
 from can_train.reporter import COLUMNS, wrapped
@@ -58,7 +58,7 @@ def predict(  # noqa: PLR0913 - Typer makes an option of each argument
     batch_size: Annotated[
         int, typer.Option(help="Samples computed at a time; fewer where memory runs out.", min=1)
     ] = 256,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, or a simulated GPU: sim:2GiB.")] = "auto",
+    device: Device = "auto",
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,9 +70,7 @@ def predict(  # noqa: PLR0913 - Typer makes an option of each argument
     trust_code: TrustCode = False,
     quiet: output.Quiet = False,
     verbose: output.Verbose = False,
-    data_root: Annotated[
-        str | None, typer.Option(help="Folder of the published data sets. [the run's]", metavar="FOLDER")
-    ] = None,
+    data_root: RunDataRoot = None,
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
 ) -> None:  # fmt: skip

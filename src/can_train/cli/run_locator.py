@@ -52,6 +52,10 @@ WeightsFile = Annotated[
 TrustCode = Annotated[
     bool, typer.Option("--trust-code", help="Run the code that the run names, although it is not known to be yours.")
 ]
+RunDataRoot = Annotated[
+    str | None, typer.Option("--data-root", help="Folder of the published data sets. [the run's]", metavar="FOLDER")
+]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, or a simulated GPU: sim:2GiB.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

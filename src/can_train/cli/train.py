@@ -93,6 +93,7 @@ def _start(resolve: "Callable[[Flags, Sequence[str]], list[ResolvedRun]]", flags
 
 # A run as a file
 
+_RANKS: Final = "The job starts a rank on each GPU: --gpus N --nodes M"
 _CONFIG: Final = (
     str | None, None, "File of a run, which other flags change: can-train show RUN --config. -: standard input.",
 )  # fmt: skip
@@ -202,7 +203,7 @@ def start_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence[str]
         check_started_once("A plan")
         _print_dry_runs(_placed(runs, flags, verbosity), flags, after, verbosity)
     elif flags["submit"]:
-        check_started_once("A submission", "The job starts a rank on each GPU: --gpus N --nodes M")
+        check_started_once("A submission", _RANKS)
         from can_train.cli.submit import submit_runs
 
         placement = _placed(runs, flags, verbosity)
@@ -357,7 +358,7 @@ def _search(flags: Flags, after: Sequence[str], resolve: "Callable[[Flags], Sequ
         placement = _placed(runs, flags, verbosity) if runs else Placement(runs=[planned.base])
         _print_dry_runs(placement, flags, after, verbosity, alike=True)
     elif flags["submit"]:
-        check_started_once("A submission", "The job starts a rank on each GPU: --gpus N --nodes M")
+        check_started_once("A submission", _RANKS)
         numbers = planned.missing()
         placement = _placed(planned.jobs(len(numbers)), flags, verbosity)
         submit_trials(continue_in_job, planned, placement, after=after, as_json=flags["json"])

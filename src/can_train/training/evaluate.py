@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Self, TypeVar
@@ -31,6 +30,7 @@ from can_train.reporter import Reporter, SilentReporter, TextTable
 from can_train.runs.trust import CodeTrust
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, compute_as_trained
 from can_train.training.loading import finished_model, load_finished, with_cache
+from can_train.training.prediction_files import check_parquet
 
 T = TypeVar("T")
 
@@ -253,9 +253,8 @@ def check_score_file(path: Path, data: Iterable[Path] = ()) -> None:
     if path.suffix.lower() not in _ENDINGS:
         raise ConfigError(f"--scores {path} is no CSV or Parquet file",
                           remedy=f"Name a file that ends in {' or '.join(_ENDINGS)}")  # fmt: skip
-    if path.suffix.lower() == ".parquet" and find_spec("polars") is None:
-        raise ConfigError("polars is not installed, which writes Parquet files", value=str(path),
-                          remedy="Name a file that ends in .csv, or: pip install polars")  # fmt: skip
+    if path.suffix.lower() == ".parquet":
+        check_parquet(str(path), "Name a file that ends in .csv")
     if refusal := place_refusal(path):
         raise ConfigError(f"{refusal}: scores need a file in a writable folder",
                           remedy="Make the folder, or name another file with --scores")  # fmt: skip

@@ -35,6 +35,7 @@ _MOST_PARTS: Final = 1000  # columns of one prediction; longer ones are a list i
 _MOST_CLASSES: Final = 100  # classes whose probabilities have a column each
 _SUM_ERROR: Final = 1e-2  # of the sum of shares, which is 1 in theory: half precision has three digits
 _PIECE_ROWS: Final = 1 << 16  # rows of a row group of Parquet
+_DIFFER: Final = "Predictions differ in their form"
 _OWN_COLUMNS: Final = "Write Task.columns; see docs/tasks.md"
 
 
@@ -84,7 +85,7 @@ class DefaultColumns:
         try:
             columns = self._parts(values)
         except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise DataError("Predictions differ in their form", value=f"{values[0]!r:.60}",
+            raise DataError(_DIFFER, value=f"{values[0]!r:.60}",
                             remedy=_OWN_COLUMNS) from error  # fmt: skip
         return {SAMPLE: range(first, first + len(values)), **columns}
 
@@ -251,7 +252,7 @@ class _ParquetPieces:
         try:
             self._frames.append(pl.DataFrame(listed, schema=self._schema, strict=False))
         except (pl.exceptions.PolarsError, TypeError, ValueError) as error:
-            raise DataError("Predictions differ in their form", value=f"{error}".partition("\n")[0],
+            raise DataError(_DIFFER, value=f"{error}".partition("\n")[0],
                             remedy=f"{_OWN_COLUMNS}; or give --format jsonl") from error  # fmt: skip
         # Columns that are empty at first become text: a type is known when the first piece is written.
         if sum(map(len, self._frames)) >= _PIECE_ROWS:
@@ -301,10 +302,16 @@ def format_of(name: str, out: str, further: Mapping[str, Format]) -> str:
     if out == STDOUT and chosen not in ("csv", "jsonl"):
         raise ConfigError(f"Predictions as {chosen} need a file: standard output takes csv and jsonl",
                           remedy=f"Give --out predictions.{chosen}")  # fmt: skip
-    if chosen == "parquet" and find_spec("polars") is None:
-        raise ConfigError("polars is not installed, which writes Parquet files", value=out,
-                          remedy="Give --format csv, or: pip install polars")  # fmt: skip
+    if chosen == "parquet":
+        check_parquet(out, "Give --format csv")
     return chosen
+
+
+def check_parquet(file: str, instead: str) -> None:
+    """Raises ConfigError where the package is missing that writes a Parquet file; `instead` begins the remedy."""
+    if find_spec("polars") is None:
+        raise ConfigError("polars is not installed, which writes Parquet files", value=file,
+                          remedy=f"{instead}, or: pip install polars")  # fmt: skip
 
 
 def stream_predictions(stream: Writable, chosen: str) -> Write:
