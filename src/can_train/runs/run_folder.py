@@ -40,6 +40,7 @@ _FOLDER_MODE: Final = 0o755  # also with a umask of 002: a group that may write 
 RESULT: Final = "result.json"
 """In a run's folder: the result of a finished run."""
 
+BEGUN_WITH: Final = "A run goes on with the data that it began with"
 INPUTS: Final = "built_on.json"
 """In a run's folder: the digests of its data and of each model that it builds on, by role."""
 

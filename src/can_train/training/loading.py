@@ -50,10 +50,9 @@ from can_train.io.records import (
 from can_train.memory.meters import AbsentGpuMeter, Meter, is_on_meta
 from can_train.memory.out_of_memory import CatchOutOfMemory, headline, is_host_memory
 from can_train.reporter import Reporter, TextTable
-from can_train.runs.run_folder import CONFIG, INPUTS, RunFolder, relocate_prerequisites
+from can_train.runs.run_folder import BEGUN_WITH, CONFIG, INPUTS, RunFolder, relocate_prerequisites
 from can_train.runs.trust import CodeTrust
 from can_train.task import BatchTask
-from can_train.training.resume import BEGUN_WITH
 
 _MAX_NAMED: Final = 5  # weights, or lines about them, that an error has before it stops
 

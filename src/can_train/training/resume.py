@@ -14,11 +14,10 @@ from can_train.errors import ConfigError, MissingDataError, RunError
 from can_train.io.records import expanded, parse_object, sketch, text_or_nothing
 from can_train.io.units import parse_device
 from can_train.reporter import Reporter
-from can_train.runs.run_folder import INPUTS, RunFolder, name_to_type
+from can_train.runs.run_folder import BEGUN_WITH, INPUTS, RunFolder, name_to_type
 
 _EPOCHS: Final = "training.epochs"
 _PATH: Final = "dataset.path"
-BEGUN_WITH: Final = "A run goes on with the data that it began with"
 
 
 def change_run(
