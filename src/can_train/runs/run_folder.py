@@ -34,15 +34,16 @@ from can_train.runs.attempts import CHECKPOINTS, Attempts, read_record
 from can_train.runs.registry import Registry, RunRecord
 
 CONFIG: Final = "config.yaml"
-"""The file that makes a folder a run's."""
+"""The resolved configuration. A folder without this file is no run."""
 _FOLDER_MODE: Final = 0o755  # also with a umask of 002: a group that may write decides which code a run names
 
 RESULT: Final = "result.json"
 """In a run's folder: the result of a finished run."""
 
-BEGUN_WITH: Final = "A run goes on with the data that it began with"
 INPUTS: Final = "built_on.json"
 """In a run's folder: the digests of its data and of each model that it builds on, by role."""
+BEGUN_WITH: Final = "A run goes on with the data that it began with"
+"""The rule that other digests of data break."""
 
 
 # A run id is a time, a key, and four hexadecimal digits.

@@ -41,7 +41,7 @@ _EPOCHS: Final = re.compile(r"^training:\n(?:  .*\n)*?  epochs: (\d+)$", re.MULT
 
 
 COPY: Final = "copied.json"
-"""In the folder of a copied run: what only the machine knew that it was copied from."""
+"""In the folder of a copied run: facts that are in no file of the run, from the machine that it was copied from."""
 _MOST_COPY_BYTES: Final = 2**20
 
 
