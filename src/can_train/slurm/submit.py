@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import uuid
@@ -22,7 +21,7 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmiss
 
 from can_train.config.settings import ClusterSettings
 from can_train.errors import CanTrainError, RunError, Stopped
-from can_train.io.records import JobId, text_or_nothing, utc_now, write_text_atomic
+from can_train.io.records import JobId, text_or_nothing, this_host, utc_now, write_text_atomic
 from can_train.runs.attempts import SlurmContext
 from can_train.runs.registry import JobRecord, Registry
 from can_train.runs.run_folder import RunFolder
@@ -52,7 +51,7 @@ _SENT_TO: Final = ".cluster"
 
 
 def _record(folder: RunFolder, executor: str, job_id: str, log_path: str, **more: Any) -> JobRecord:
-    return JobRecord(run_id=folder.run_id, executor=executor, job_id=job_id, time=utc_now(), host=socket.gethostname(),
+    return JobRecord(run_id=folder.run_id, executor=executor, job_id=job_id, time=utc_now(), host=this_host(),
                      log_path=log_path, **more)  # fmt: skip
 
 

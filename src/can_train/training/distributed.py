@@ -3,7 +3,6 @@ them becomes known to all, so that none waits forever.
 """
 
 import pickle
-import socket
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignor
 
 from can_train.errors import RUN_FAILED, CanTrainError, DoesNotFitError, RankGoneError, RunError, first_sentence
 from can_train.fit.packing import BatchCosts, share_out
+from can_train.io.records import this_host
 
 # Longest wait for all processes to be there: some read a hundred thousand files of Python from a slow disk first.
 _JOIN_TIMEOUT: Final = timedelta(minutes=10)
@@ -286,7 +286,8 @@ class ConnectedRanks(Ranks):
             call()
 
     def sharing_host(self) -> int:  # noqa: D102
-        return self._gather(socket.gethostname()).count(socket.gethostname())
+        host = this_host()
+        return self._gather(host).count(host)
 
     def close(self) -> None:  # noqa: D102
         self._exchange(dist.destroy_process_group)
