@@ -253,6 +253,7 @@ _RESTART_REASONS: Final[Mapping[str, str]] = {
 
 def decide_restart(outcome: JobOutcome, limits: ClusterSettings) -> Requeue | NoRestart | Resubmit:
     """Decides whether and how a run starts again, within the number that its settings allow."""
+    where = "another node" if outcome.has_other_nodes else "again, for want of another node"
     if outcome.ending in attempts.RESTARTED:
         what = _RESTART_REASONS[outcome.ending]
         if outcome.restarts < limits.max_restarts:
@@ -268,10 +269,8 @@ def decide_restart(outcome: JobOutcome, limits: ClusterSettings) -> Requeue | No
         decision = Resubmit(f"host out-of-memory: {memory}M instead of {had}M", memory_mib=memory)
     elif outcome.ending == "gpu_oom" and outcome.should_fit and not outcome.one_sample:
         why = f"others held {outcome.foreign_bytes >> 20} MiB" if outcome.foreign_bytes else "it should fit"
-        where = "another node" if outcome.has_other_nodes else "again, for want of another node"
         decision = Resubmit(f"CUDA out-of-memory: {why}; {where}", elsewhere=outcome.has_other_nodes)
     elif outcome.ending == "failed" and outcome.node_fault:
-        where = "another node" if outcome.has_other_nodes else "again, for want of another node"
         if outcome.retries >= limits.retries:
             return _used_up(_NODE, outcome.retries, "submitted again", "retries")
         return Resubmit(f"{_NODE}: {outcome.node_fault}; {where}", elsewhere=outcome.has_other_nodes)
