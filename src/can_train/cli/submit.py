@@ -438,7 +438,7 @@ def place_runs(runs: Sequence[ResolvedRun], reporter: Reporter) -> Placement:
     partitions = [partition for of_cluster in by_cluster.values() for partition in of_cluster]
     if not any(partition.nodes for partition in partitions):
         reporter.notice(_NOTHING_TO_CHOOSE)
-        return Placement(runs=[_at(run, replace(run.cluster, partition="")) for run in runs])
+        return Placement(runs=[replace(run, cluster=replace(run.cluster, partition="")) for run in runs])
     _check_kind(first.cluster.gpu_type, partitions)
     tested: list[Place] = []
     for name, of_cluster in by_cluster.items():
@@ -450,7 +450,7 @@ def place_runs(runs: Sequence[ResolvedRun], reporter: Reporter) -> Placement:
     reason(places)  # raises where no place is usable
     best = places[0]
     chosen = {name: getattr(best.cluster, name) for name in ("partition", "gpus", "clusters")}
-    return Placement(runs=[_at(run, replace(run.cluster, **chosen)) for run in runs], places=places,
+    return Placement(runs=[replace(run, cluster=replace(run.cluster, **chosen)) for run in runs], places=places,
                      on_host=[best.on_host_bytes] * len(runs))  # fmt: skip
 
 
@@ -460,15 +460,11 @@ def _check_kind(kind: str, partitions: Sequence[Partition]) -> None:
         raise unknown_name("kind of GPU on the cluster", kind, kinds)
 
 
-def _at(run: ResolvedRun, cluster: object) -> ResolvedRun:
-    return replace(run, cluster=cluster)  # type: ignore[arg-type]
-
-
 def _tested(run: ResolvedRun, places: Sequence[Place], partitions: Sequence[Partition]) -> list[Place]:
     """Adds to places SLURM's expected start, or the reason why it would refuse the job."""
     code, tested = code_of_runs([run]), []
     for place in places:
-        here = _at(run, place.cluster)
+        here = replace(run, cluster=place.cluster)
         try:
             job = plan_job(here, code, partitions)
         except CanTrainError as error:
@@ -598,7 +594,7 @@ def check_fits(runs: Sequence[ResolvedRun], reporter: Reporter) -> Placement:
         NoControllerError: SLURM does not answer.
     """
     partitions = read_cluster(runs)
-    check_requests([_at(run, unpacked(run.cluster)) for run in runs], partitions)
+    check_requests([replace(run, cluster=unpacked(run.cluster)) for run in runs], partitions)
     on_host = [0] * len(runs)
     for index, run in enumerate(runs):
         alike = next((known for known in range(index) if _is_alike(run, runs[known])), None)
@@ -631,7 +627,7 @@ def pack_runs(placement: Placement, reporter: Reporter) -> Placement:
         jobs = math.ceil(len(runs) / number)
         reporter.notice(f"--pack: {number} runs share a GPU{why}. {counted(jobs, 'job')} in place of {len(runs)}")
     pack = str(number) if number > 1 else ""
-    return replace(placement, runs=[_at(run, replace(run.cluster, pack=pack)) for run in runs])
+    return replace(placement, runs=[replace(run, cluster=replace(run.cluster, pack=pack)) for run in runs])
 
 
 def _plans_to_pack(runs: Sequence[ResolvedRun], reporter: Reporter) -> "list[CardFigures]":
