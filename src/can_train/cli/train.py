@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from can_train.reporter import Reporter
     from can_train.runs.attempts import StopRequests
     from can_train.runs.registry import JobRecord
-    from can_train.runs.run_folder import RunFolder
+    from can_train.runs.run_folder import Changed, RunFolder
     from can_train.slurm.script import Submission
     from can_train.training.distributed import RankPlace, Ranks
     from can_train.training.dry_run import Plans
@@ -270,8 +270,8 @@ def _train_runs(runs: Sequence["ResolvedRun"], ranks: "Ranks", verbosity: Verbos
             if len(runs) > 1 and verbosity != Verbosity.QUIET:
                 output.print_aside(f"run {number} of {len(runs)}: {_title(run, runs)}")
             try:
-                make = partial(make_run, sweep=places[number - 1])
-                printer.print(partial(_train_new, run, ranks, verbosity, printer, make=make))
+                make_folder = partial(make_run, sweep=places[number - 1])
+                printer.print(partial(_train_new, run, ranks, verbosity, printer, make_folder))
             except CanTrainError as error:
                 if len(runs) == 1:
                     raise
@@ -286,13 +286,20 @@ def _train_runs(runs: Sequence["ResolvedRun"], ranks: "Ranks", verbosity: Verbos
 
 
 def _train_new(
-    run: "ResolvedRun", ranks: "Ranks", verbosity: Verbosity, printer: "RunPrinter", **options: Any
+    run: "ResolvedRun",
+    ranks: "Ranks",
+    verbosity: Verbosity,
+    printer: "RunPrinter",
+    make_folder: "Callable[[ResolvedRun, Reporter, Changed], RunFolder]",
 ) -> "Outcome":
-    """Trains a new run, whose folder the printer gets; `options` are of `train_new`."""
+    """Trains a new run, whose folder the printer gets."""
     from can_train.training.train import train_new
 
-    made = partial(setattr, printer, "folder")
-    outcome = train_new(run, output.make_reporter(verbosity), ranks, made=made, **options)
+    def make_and_tell(run: "ResolvedRun", reporter: "Reporter", changed: "Changed") -> "RunFolder":
+        printer.folder = make_folder(run, reporter, changed)
+        return printer.folder
+
+    outcome = train_new(run, output.make_reporter(verbosity), ranks, make_folder=make_and_tell)
     _log_outcome(outcome)
     return outcome
 
@@ -400,7 +407,7 @@ def _train_trials(planned: "PlannedSearch", verbosity: Verbosity, *, as_json: bo
             trial = TrialHere(planned, number)
             try:
                 if trial.claim():
-                    new = partial(_train_new, trial.run, ranks, verbosity, printer, make=trial.make)
+                    new = partial(_train_new, trial.run, ranks, verbosity, printer, trial.make)
                     train(number, " ".join(trial.assignments), new, None)
             finally:
                 trial.release()

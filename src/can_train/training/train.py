@@ -146,8 +146,7 @@ def train_new(
     reporter: Reporter,
     ranks: Ranks | None = None,
     *,
-    make: Callable[[ResolvedRun, Reporter, Changed], RunFolder] = make_run,
-    made: Callable[[RunFolder], object] = lambda folder: None,
+    make_folder: Callable[[ResolvedRun, Reporter, Changed], RunFolder] = make_run,
 ) -> Outcome:
     """Trains a run from its beginning and judges it.
 
@@ -155,8 +154,7 @@ def train_new(
         run: The run.
         reporter: Gets stages, figures and notices.
         ranks: The processes that train it; None: this one.
-        make: Makes its folder, once its data has been read.
-        made: Called with the folder.
+        make_folder: Makes its folder, once its data has been read; called by rank 0.
 
     Raises:
         CanTrainError: The run cannot be trained as it is configured.
@@ -165,22 +163,20 @@ def train_new(
     stops, ranks = StopRequests(), ranks or Ranks()
     ranks.on_rank0(lambda: check_packages(run.paths.trackers))
     log = LoggedReporter(reporter)
-    reporter = log if ranks.is_first else SilentReporter()
-    with stops.installed(), ExitStack() as lock:
-        reporter = _with_state(run, reporter, ranks)
+    with stops.installed(), ExitStack() as stack:
+        reporter = _with_state(run, log if ranks.is_first else SilentReporter(), ranks)
         # Before a folder is made: a run that cannot be shared out leaves none behind.
         may_shard(run.training, ranks)
         meter = _open_meter(run, ranks)
-        recorder = lock.enter_context(closing(LimitRecorder(run, meter)))
+        recorder = stack.enter_context(closing(LimitRecorder(run, meter)))
         ranks.on_rank0(recorder.start)
         task = _load_task(run, reporter, ranks)
         # After the data has been read: a run whose data are missing leaves no folder behind.
-        folder = RunFolder(ranks.on_rank0(lambda: make(run, reporter, changed_settings(run.config)).path))
-        made(folder)
+        folder = RunFolder(ranks.on_rank0(lambda: make_folder(run, reporter, changed_settings(run.config)).path))
         reporter.notice(f"This is run {folder.run_id}")
         # Keeps all processes but the run's ranks out of its folder.
-        ranks.on_rank0(lambda: lock.enter_context(folder.locked()))
-        ranks.on_rank0(lambda: lock.enter_context(logged(folder, log, stops, ranks=ranks.size)))
+        ranks.on_rank0(lambda: stack.enter_context(folder.locked()))
+        ranks.on_rank0(lambda: stack.enter_context(logged(folder, log, stops, ranks=ranks.size)))
         return _train_and_judge(Parts(run=run, folder=folder, task=task, meter=meter, reporter=reporter,
                                       stops=stops, ranks=ranks, recorder=recorder))  # fmt: skip
 
@@ -197,18 +193,18 @@ def train_on(
     ranks = ranks or Ranks()
     log = LoggedReporter(reporter)
     reporter = log if ranks.is_first else SilentReporter()
-    with stops.installed(), ExitStack() as lock:
-        ranks.on_rank0(lambda: lock.enter_context(folder.locked_to_train(reporter)))
+    with stops.installed(), ExitStack() as stack:
+        ranks.on_rank0(lambda: stack.enter_context(folder.locked_to_train(reporter)))
         finished = ranks.on_rank0(folder.result)
         if finished is None:
             reporter = _with_state(run, reporter, ranks)
             ranks.on_rank0(lambda: check_packages(run.paths.trackers))
-            ranks.on_rank0(lambda: lock.enter_context(logged(folder, log, stops, ranks=ranks.size)))
+            ranks.on_rank0(lambda: stack.enter_context(logged(folder, log, stops, ranks=ranks.size)))
             if run.training.fit == "shard" and ranks.size == 1 and is_file(folder.plan_path):
                 run = replace(run, training=replace(run.training, fit="auto"))
                 reporter.notice("The run goes on in one process, which has the whole model: shards are of several")
         meter = _open_meter(run, ranks)
-        recorder = lock.enter_context(closing(LimitRecorder(run, meter)))
+        recorder = stack.enter_context(closing(LimitRecorder(run, meter)))
         if finished is None:
             ranks.on_rank0(lambda: None if is_file(folder.plan_path) else recorder.start())
         task = _load_task(run, reporter, ranks)
