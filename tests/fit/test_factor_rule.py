@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from can_train.fit.factor_rule import NO_AIM, UNUSED, Aim, FactorRule, OtherDevice, SafetyFactor
-from fakes.device_limits import limits
+from fakes.device_limits import CAPACITY, limits
 
 TARGET = Aim(0.9)
 
@@ -41,6 +41,18 @@ def test_an_uncertain_prediction_aims_lower() -> None:
     decided = FactorRule(decided=None, aim=Aim(0.999)).decide(limits(0.1, 1.0, capped=True))
     assert decided.aim.reason == "the prediction is not certain enough"
     assert decided.aim.share == pytest.approx(0.991, abs=0.001)
+
+
+@pytest.mark.parametrize(("capped", "fills"), [(False, 0.8), (True, 1.0)])
+def test_however_wide_the_interval_half_of_the_memory_of_a_tried_batch_is_used(capped: bool, fills: float) -> None:
+    found = limits(0.1, 0.8, capped=capped)
+    model = replace(found.training.model, sigma_bytes=0.5 * CAPACITY)
+    rule = FactorRule(decided=None, aim=TARGET)
+    wide = replace(found, training=replace(found.training, model=model))
+    assert rule.decide(wide).aim.share == pytest.approx(0.5 * fills)
+    assert rule.decide(wide).value == pytest.approx((0.5 * fills - 0.1) / 0.7)
+    untried = replace(wide, training=replace(wide.training, trials=0))
+    assert rule.decide(untried).value == rule.minimum
 
 
 def test_what_another_device_taught_is_rescaled() -> None:
