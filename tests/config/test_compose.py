@@ -248,3 +248,5 @@ def test_a_data_folder_whose_name_is_not_utf_8_is_refused_before_the_run_has_a_f
     (folder / "log.csv").write_text("")
     with pytest.raises(ConfigError, match=r"must be UTF-8: path .*\\udce9ta"):
         resolve(RunRequest(model="gat", dataset=str(folder)))
+    with pytest.raises(ConfigError, match=r"must be UTF-8: runs_dir"):
+        resolve(RunRequest(model="gat", dataset="synthetic", values={"paths.runs_dir": str(folder)}))

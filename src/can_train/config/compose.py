@@ -496,7 +496,7 @@ def _make_changed(config: DictConfig, overrides: Sequence[Override], classes: Ma
         have = "has" if len(requests) == 1 else "have"
         raise ConfigError(f"{' and '.join(requests)} {have} no effect with --cluster {run.cluster.executor}",
                           remedy="Leave it out, or train with --submit --cluster slurm")  # fmt: skip
-    for name, value in {**vars(run.paths), **vars(run.dataset)}.items():
+    for name, value in {**vars(run), **vars(run.paths), **vars(run.dataset)}.items():
         # Surrogates stand for bytes of a file's name; the files of a run are UTF-8.
         if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
             raise ConfigError("The name of a file or folder in the settings of a run must be UTF-8",

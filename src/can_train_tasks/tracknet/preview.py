@@ -127,8 +127,8 @@ class PictureFolder:
 
     def write(self, picture: Picture, clip: Clip, position: int) -> None:
         """Writes a picture under its number in the clip."""
-        folder = self._folder if self._is_one_clip else self._folder / clip.name.replace("/", "-")
-        folder.mkdir(exist_ok=True)
+        folder = self._folder if self._is_one_clip else self._folder / clip.name
+        folder.mkdir(parents=True, exist_ok=True)
         # Not flushed file by file, which would take ten times as long.
         (folder / f"{clip.numbers[position]}.png").write_bytes(png_bytes(picture))
 

@@ -118,6 +118,16 @@ def test_a_video_of_clips_of_two_sizes_has_the_size_of_the_first(tmp_path: Path)
         assert reddest(picture) == pytest.approx((20, 15), abs=3)
 
 
+def test_clips_of_like_names_have_a_folder_each(tmp_path: Path) -> None:
+    clips = [clip_of(tmp_path, range(1), name) for name in ("a/b", "a-b")]
+    (tmp_path / "out").mkdir()
+    with open_sheet(tmp_path / "out", is_one_clip=False) as sheet:
+        for clip in clips:
+            BallPreview(sheet, 8).draw(clip, 0, (20.0, 15.0))
+    files = sorted(file.relative_to(tmp_path / "out").as_posix() for file in (tmp_path / "out").rglob("*.png"))
+    assert files == ["a-b/0.png", "a/b/0.png"]
+
+
 def decoded(path: Path) -> list[Picture]:
     with av.open(str(path)) as container:
         return [np.asarray(frame.to_image()) for frame in container.decode(video=0)]
