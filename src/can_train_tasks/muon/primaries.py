@@ -30,6 +30,7 @@ from can_train_tasks.muon.showers import (
     parquet_parts,
     primary_columns,
     readable,
+    rules_of_primaries,
 )
 
 Floats = NDArray[np.float64]
@@ -195,13 +196,8 @@ def _primaries(path: Path, columns: Mapping[str, Any], first: int, depth_g_cm2: 
         raise DataError(f"{path}: a column of primaries has numbers", value=f"{error}", remedy=_REMEDY) from error
     size = len(numbers[ENERGY])
     numbers = {EVENT: np.arange(1.0, size + 1) + first, DEPTH: np.full(size, depth_g_cm2)} | numbers
-    for name, holds, rule in (
-        (EVENT, np.isfinite(numbers[EVENT]), "must be a number"),
-        (ENERGY, numbers[ENERGY] > 0, "must be greater than 0"),
-        (ZENITH, (numbers[ZENITH] >= 0) & (numbers[ZENITH] < np.pi / 2), "must be at least 0 and less than π/2"),
-        (PRIMARY, mass_of(numbers[PRIMARY]) > 0, "must be CORSIKA's number of a nucleon or nucleus (100·A + Z)"),
-        (DEPTH, numbers[DEPTH] > 0, "must be greater than 0"),
-    ):
+    of_event = EVENT, np.isfinite(numbers[EVENT]), "must be a number"
+    for name, holds, rule in (of_event, *rules_of_primaries(numbers)):
         finite = np.isfinite(numbers[name]) & holds
         if not finite.all():
             row = int(np.argmin(finite))

@@ -69,6 +69,7 @@ _PART_BYTES: Final = 2**22  # Of a parquet file, which does not tell how many mu
 PRIMARY_LIST: Final = "primary"  # Parquet column
 PRIMARY_ARRAYS: Final = ("primaries", "conditions")  # HDF5 datasets
 _MATRIX: Final = 2  # Dimensions of the primaries and of the muons
+_ABOVE_ZERO: Final = "must be greater than 0"
 _EVENTS_REMEDY: Final = "Write the events as cr_muons does, or one line a muon: docs/muon.md"
 
 
@@ -579,18 +580,25 @@ def _muons_of(table: _Table, dataset: ShowerDatasetSettings) -> _Table:
         raise _without_muons(table.path)
     for name in (*_SHOWER_COLUMNS, DEPTH, *(VARIABLE_COLUMNS[name] for name in dataset.variables)):
         table.check(np.isfinite(columns[name]), name, "must be finite")
-    table.check(columns[ENERGY] > 0, ENERGY, "must be greater than 0")
-    table.check((columns[ZENITH] >= 0) & (columns[ZENITH] < np.pi / 2), ZENITH, "must be at least 0 and less than π/2")
-    table.check(mass_of(columns[PRIMARY]) > 0, PRIMARY, "must be CORSIKA's number of a nucleon or nucleus (100·A + Z)")
-    table.check(columns[DEPTH] > 0, DEPTH, "must be greater than 0")
+    for name, holds, rule in rules_of_primaries(columns):
+        table.check(holds, name, rule)
     if "energy" in dataset.variables:
-        table.check(columns["muon_E_GeV"] > 0, "muon_E_GeV", "must be greater than 0")
+        table.check(columns["muon_E_GeV"] > 0, "muon_E_GeV", _ABOVE_ZERO)
     return table
 
 
 def _without_muons(path: Path) -> DataError:
     return DataError(f"{path} must hold muons, which are the particles {MUON_IDS[0]} and {MUON_IDS[1]}",
                      value="none of its particles is one", remedy="Leave the file out")  # fmt: skip
+
+
+def rules_of_primaries(columns: Mapping[str, Floats]) -> Iterator[tuple[str, NDArray[np.bool_], str]]:
+    """Yields the name of each column of primaries, where its rule holds, and the rule in words."""
+    energy, zenith, primary, depth = (columns[name] for name in (ENERGY, ZENITH, PRIMARY, DEPTH))
+    yield ENERGY, energy > 0, _ABOVE_ZERO
+    yield ZENITH, (zenith >= 0) & (zenith < np.pi / 2), "must be at least 0 and less than π/2"
+    yield PRIMARY, mass_of(primary) > 0, "must be CORSIKA's number of a nucleon or nucleus (100·A + Z)"
+    yield DEPTH, depth > 0, _ABOVE_ZERO
 
 
 def mass_of(primary_id: Floats) -> Floats:

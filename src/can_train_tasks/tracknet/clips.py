@@ -268,7 +268,7 @@ def load_pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ConfigError("Pictures are read by Pillow, which is not installed",
+        raise ConfigError("Pictures are read and written by Pillow, which is not installed",
                           remedy="Install it: pip install 'can-train[tracknet]'") from error  # fmt: skip
     return Image
 

@@ -20,10 +20,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train.errors import ConfigError
 from can_train.io.arrays import writing_folder
 from can_train.reporter import Reporter
-from can_train_tasks.tracknet.clips import ABSENT, EASY, HARD, OCCLUDED, Clip, Floats, Labels, Picture
+from can_train_tasks.tracknet.clips import ABSENT, EASY, HARD, OCCLUDED, Clip, Floats, Labels, Picture, load_pillow
 from can_train_tasks.tracknet.settings import SyntheticVideoSettings
 
 # Raise it whenever the same scene gives another picture, so that files of an earlier version are not used.
@@ -281,11 +280,6 @@ def _write_clip(folder: Path, clip: Clip) -> None:
 
 def png_bytes(picture: Picture) -> bytes:
     """Encodes a picture [H, W, 3] as PNG."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ConfigError("Pictures are written by Pillow, which is not installed",
-                          remedy="Install it: pip install 'can-train[tracknet]'") from error  # fmt: skip
     buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, "PNG", compress_level=_COMPRESSION)
+    load_pillow().fromarray(picture).save(buffer, "PNG", compress_level=_COMPRESSION)
     return buffer.getvalue()
