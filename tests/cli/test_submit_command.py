@@ -70,6 +70,18 @@ def test_a_submission_says_its_run_first_and_how_to_follow_it(slurm: Path, capsy
     assert f"#SBATCH --output={job.log_path.replace('41_0', '%j_0')}" in (slurm / "sent").read_text()
 
 
+def test_a_run_of_another_process_that_has_the_same_id_stays(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = "20260101-000000-key-0001", "20260101-000000-key-0002"
+    ours, theirs = (RunFolder(slurm / "runs" / run_id) for run_id in ids)
+    theirs.make({})
+    monkeypatch.setattr("can_train.cli.submit.new_folders", lambda runs: [ours, theirs])
+    assert main((*TRAIN, "--submit", "--set", "training.lr=0.1,0.2")) == 2
+    assert "File exists" in capsys.readouterr().err
+    assert (theirs.config(), ours.path.exists()) == ({}, False)
+
+
 def test_a_job_that_may_not_go_back_into_the_queue_is_named_when_it_is_submitted(
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -296,7 +296,7 @@ def start_group(
 
     state = state_dir(group[0].run.paths)
     folders, submission = _new_group(group, plan, state)
-    registry, cluster, unregistered = Registry(state), group[0].run.cluster, [*folders]
+    registry, cluster, unregistered = Registry(state), group[0].run.cluster, list[RunFolder]()
 
     def register(planned: PlannedRun, folder: RunFolder) -> None:
         register_run(
@@ -317,6 +317,7 @@ def start_group(
     try:
         for planned, folder in zip(group, folders, strict=True):
             folder.make(with_code(planned.run, code, state).config, changed_settings(planned.run.config))
+            unregistered.append(folder)
             describe(code, state, folder.path)
             prepare(planned, folder)
         if cluster.executor == "slurm":

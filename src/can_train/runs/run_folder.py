@@ -11,6 +11,7 @@ import platform
 import re
 import secrets
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -121,7 +122,7 @@ class RunFolder:
             changed: The settings that differ from the presets (`compose.changed_settings`); None: unknown.
 
         Raises:
-            RunError: It cannot be written.
+            RunError: It cannot be written, or exists; nothing is left behind.
         """
         environment = {"python": platform.python_version(), "platform": platform.platform(),
                        "processors": os.cpu_count(), "libraries": _libraries(), "command": sys.argv}  # fmt: skip
@@ -131,6 +132,8 @@ class RunFolder:
             records.write_json_atomic(self.path / _ENVIRONMENT, environment)
         except OSError as error:
             is_taken = isinstance(error, FileExistsError)
+            if not is_taken:
+                shutil.rmtree(self.path, ignore_errors=True)
             remedy = "Give the same line again" if is_taken else "Give another place with --runs-dir"
             raise RunError("The run folder cannot be written", value=f"{self.path}: {error.strerror}",
                            remedy=remedy) from error  # fmt: skip
