@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
@@ -231,20 +231,24 @@ class Rules:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        """Reads what `plain` wrote. Runs from before the rule of jumps, the checks, or the context, lack these."""
+        """Reads what `plain` wrote.
+
+        Raises:
+            CheckpointError: Another version of can-train wrote it.
+        """
+        tails = (SILENT, LATE, JUMP, CONTEXT)
+        _check_keys("rules", plain, {"ids", *_TIMES, "largest_jump", "checks", "lines", *tails, NEW})
         times = {name: np.array(plain[name], np.float64) for name in _TIMES}
-        largest_jump = np.full((len(plain["ids"]), len(WORDS)), np.nan)
-        if "largest_jump" in plain:
-            index, word, largest = plain["largest_jump"]
-            largest_jump[index, word] = largest
         ids = np.array(plain["ids"], np.int64)
+        largest_jump = np.full((len(ids), len(WORDS)), np.nan)
+        index, word, largest = plain["largest_jump"]
+        largest_jump[index, word] = largest
         checks = np.zeros(len(ids), np.uint64)
-        index, checks_of_ids = plain.get("checks", ((), ()))
+        index, checks_of_ids = plain["checks"]
         checks[np.array(index, np.int64)] = np.array(checks_of_ids, np.uint64)
-        lines = Context.from_plain(plain["lines"]) if "lines" in plain else Context.none()
-        silent, late, jump, context = (Tail(*plain.get(name, _NO_TAIL)) for name in (SILENT, LATE, JUMP, CONTEXT))
+        silent, late, jump, context = (Tail(*plain[name]) for name in tails)
         return cls(ids=ids, **times, largest_jump=largest_jump, checks=checks, silent=silent, late=late, jump=jump,
-                   lines=lines, context=context, new=plain[NEW])  # fmt: skip
+                   lines=Context.from_plain(plain["lines"]), context=context, new=plain[NEW])  # fmt: skip
 
     def _rarities(self, values: _Values) -> Floats:
         table = np.zeros((len(values.silent) + len(values.absent), len(RULES)))
@@ -407,9 +411,7 @@ class RuleScale:
         Raises:
             CheckpointError: Another version of can-train wrote it.
         """
-        if unknown := ", ".join(sorted(plain.keys() - {field.name for field in fields(cls)})):
-            raise CheckpointError("The rules of the run are of another version of can-train",
-                                  value=f"rule_scale has {unknown}", remedy="Train anew")  # fmt: skip
+        _check_keys("rule_scale", plain, {field.name for field in fields(cls)})
         return cls(**plain)
 
 
@@ -448,7 +450,7 @@ class RaisedScores:
 
 
 def learned(rules: Rules | None, flat: FlatGraphs, split: Split) -> dict[str, int]:
-    """Counts what the rules have to learn from, and the IDs that they know, as strict JSON.
+    """Counts the windows, logs and IDs that the rules learn from, as strict JSON.
 
     Returns:
         `windows`: benign validation windows. `logs`: benign training logs. `ids`: IDs of benign training. `checked`:
@@ -659,6 +661,13 @@ def _share(part: Any, whole: Any, nodes: Members) -> Floats:
 def _or_nothing(values: Floats, counts: Any) -> Floats:
     compared: Floats = np.where(counts & ~np.isnan(values), values, -np.inf)
     return compared
+
+
+def _check_keys(name: str, plain: Mapping[str, Any], keys: Set[str]) -> None:
+    """Raises CheckpointError where values in a result have other names than this version writes."""
+    if other := ", ".join(sorted(plain.keys() ^ keys)):
+        raise CheckpointError("The rules of the run are of another version of can-train",
+                              value=f"{name} differs in {other}", remedy="Train anew")  # fmt: skip
 
 
 def _plain(values: Floats) -> list[float | None]:

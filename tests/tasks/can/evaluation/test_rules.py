@@ -22,7 +22,6 @@ from can_train_tasks.can.data.behaviour import WORDS
 from can_train_tasks.can.data.graphs import FlatGraphs, Frames, GraphBuilder, Split
 from can_train_tasks.can.data.payload_fields import CHECKS, CHECKSUM_BITS, crc8
 from can_train_tasks.can.evaluation.rules import (
-    CONTEXT,
     FLAGGED,
     JUMP,
     LEAST_WINDOWS,
@@ -139,8 +138,7 @@ def test_rules_survive_a_result_file(bus):
     again = Rules.from_plain(json.loads(json.dumps(rules.plain(), allow_nan=False)))
     assert np.array_equal(again.rarities(flat, rows), rules.rarities(flat, rows))
     scale = RuleScale(threshold=0.25, decade=3.0)
-    # As the scale of a run from before the checks.
-    assert RuleScale(**json.loads(json.dumps(scale.plain(), allow_nan=False))) == scale
+    assert RuleScale.from_plain(json.loads(json.dumps(scale.plain(), allow_nan=False))) == scale
     judgement = {"rules": rules.plain(), "rule_scale": scale.plain()}
     raised = RaisedScores.from_judgement(judgement)
     assert raised is not None
@@ -150,13 +148,11 @@ def test_rules_survive_a_result_file(bus):
     assert RaisedScores.from_judgement({"rules": rules.plain()}) is None
 
 
-def test_rules_of_a_run_from_before_jumps_checks_and_context_are_read_without_them(bus):
-    flat, rules, rows = bus
-    plain = rules.plain()
-    del plain["largest_jump"], plain[JUMP], plain["checks"], plain["lines"], plain[CONTEXT]
-    older = rules.rarities(flat, rows)
-    older[:, [RULES.index(rule) for rule in (JUMP, COUNTER, CHECKSUM, CONTEXT)]] = 0.0
-    assert np.array_equal(Rules.from_plain(plain).rarities(flat, rows), older)
+def test_rules_of_another_version_are_refused_with_the_names_that_differ(bus):
+    _, rules, _ = bus
+    older = {name: value for name, value in rules.plain().items() if name not in ("checks", JUMP)} | {"later": 1}
+    with pytest.raises(CheckpointError, match=rf"another version of can-train: rules differs in checks, {JUMP}, later"):
+        Rules.from_plain(older)
 
 
 VICTIM, IDLE = 0x100, 0x110
@@ -340,7 +336,7 @@ def test_a_broken_check_is_flagged_at_the_threshold_of_the_raised_scores(checked
 
 def test_rules_of_another_version_are_refused(checked_rules):
     judgement = {"rules": checked_rules.plain(), "rule_scale": {"threshold": 1.0, "decade": 0.5, "slope": 2.0}}
-    with pytest.raises(CheckpointError, match="another version of can-train: rule_scale has slope"):
+    with pytest.raises(CheckpointError, match="another version of can-train: rule_scale differs in chosen, slope"):
         RaisedScores.from_judgement(judgement)
 
 
