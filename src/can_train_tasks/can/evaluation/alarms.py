@@ -240,6 +240,11 @@ class Cause:
 Contribute = Callable[[Ints], Floats]
 
 
+def named_causes(causes: Sequence[Cause]) -> list[Cause]:
+    """Returns the causes that the text of an alarm names: the first, and a second with a large share."""
+    return [cause for cause in causes[:TOLD_IDS] if cause is causes[0] or cause.share >= TOLD_SHARE]
+
+
 @dataclass(kw_only=True, eq=False)
 class Explainer:
     """Names the causes of scores in one log, with the usual values from its windows `usual_rows` [R]."""
@@ -479,5 +484,4 @@ class FlaggedLog:
         return [largest[can_id] for can_id in sorted(shares, key=shares.__getitem__, reverse=True)[:NAMED_IDS]]
 
     def _told(self, causes: Sequence[Cause]) -> str:
-        told = [cause for cause in causes[:TOLD_IDS] if cause is causes[0] or cause.share >= TOLD_SHARE]
-        return ". ".join(cause.text(decimal=self.decimal) for cause in told)
+        return ". ".join(cause.text(decimal=self.decimal) for cause in named_causes(causes))

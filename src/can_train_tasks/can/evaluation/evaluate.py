@@ -502,7 +502,7 @@ def _named_ids(ids: Ints) -> str:
 
 
 def _notes(threshold: Threshold, absent: Mapping[str, str]) -> list[str]:
-    notes = [f"A window is flagged if it scores more than {threshold.value:.6g}: {threshold.rule}"]
+    notes = [threshold.text]
     for reason in dict.fromkeys(absent.values()):
         names = ", ".join(name for name, why in absent.items() if why == reason)
         notes.append(f"Missing from the tables: {names} ({reason})")

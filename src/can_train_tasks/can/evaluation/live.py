@@ -38,7 +38,7 @@ from can_train_tasks.can.data.graphs import (
     counted,
     no_graphs,
 )
-from can_train_tasks.can.evaluation.alarms import LEAST_USUAL_WINDOWS, TOLD_SHARE, Cause, Explainer
+from can_train_tasks.can.evaluation.alarms import LEAST_USUAL_WINDOWS, Cause, Explainer, named_causes
 from can_train_tasks.can.evaluation.bursts import EACH_WINDOW, JOIN_S, alarm_hold
 from can_train_tasks.can.evaluation.calibration import LEAST_CALIBRATION_WINDOWS, BenignScores, Calibration
 from can_train_tasks.can.evaluation.live_input import SILENCE_S, BusErrors, FrameInput, Unread, open_input
@@ -50,12 +50,11 @@ from can_train_tasks.can.inputs import new_id_gaps, new_id_notes, rare_id_notes,
 from can_train_tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
 from can_train_tasks.can.settings import CanDatasetSettings, FusionAgentSettings
 
-USUAL_WINDOWS: Final = 64  # latest calm windows, the source of usual values in alarms; half a megabyte
+LATEST_WINDOWS: Final = 64  # latest calm windows, the source of usual values in alarms; half a megabyte
 USUAL_EVERY: Final = 16  # every 16th calm window is kept, so that the kept windows span a minute and not a second
 # Windows that are scored at a time, if they arrived together. With more windows, a teacher's tensors leave the cache
 # (256 windows take half as long again); with fewer, a student's calls take longer than their arithmetic.
 SCORED_WINDOWS: Final = 32
-TOLD_IDS: Final = 2  # IDs that the text of an alarm names
 MOST_NEW_GAPS: Final = 10_000  # new IDs of a bus whose gaps are kept: fuzzing makes up millions of IDs
 MOST_BUSES: Final = 64  # buses that can be watched: more names than this are no names of interfaces
 ERRORS_S: Final = 1.0  # least seconds between two events about the error frames of a bus, which come by thousands
@@ -261,7 +260,7 @@ class LiveBus:
                                             vocabulary=model.vocabulary)  # fmt: skip
         self._window, self._stride = int(dataset.window), int(dataset.stride)
         self._builder = GraphBuilder(dataset.window, dataset.stride)
-        self._usual: deque[GraphBlock] = deque(maxlen=USUAL_WINDOWS)
+        self._usual: deque[GraphBlock] = deque(maxlen=LATEST_WINDOWS)
         self.alarms = AlarmState(hold=watch.hold, threshold=watch.threshold)
         self.windows = self.flagged = 0
         self.arrived_s = time.monotonic()
@@ -452,8 +451,7 @@ class LiveDetector:
         several = len(self._buses) > 1
         sentences = [f"{bus.name}: {sentence}" if several else sentence
                      for bus in self._buses.values() for sentence in bus.summary()]  # fmt: skip
-        threshold = self._watch.threshold
-        sentences.append(f"A window is flagged if it scores more than {threshold.value:.6g}: {threshold.rule}")
+        sentences.append(self._watch.threshold.text)
         sentences += rare_id_notes(self._model.finished.result.get("judgement", {}))
         return [*sentences, *filter(None, [self._input.malformed_text()])]
 
@@ -507,10 +505,9 @@ def _calibration_summary(calibration: Calibration) -> list[str]:
 
 
 def _raised(alarm: LiveAlarm, end_s: float, threshold: float, causes: Sequence[Cause]) -> LiveEvent:
-    told = [cause for cause in causes[:TOLD_IDS] if cause is causes[0] or cause.share >= TOLD_SHARE]
     text = f"{end_s:.6f} s: ALARM since {alarm.start_s:.6f} s, score {alarm.score:.3g} (> {threshold:.3g})"
     return LiveEvent(
-        text="\n  ".join([text, *(cause.text(decimal=False) for cause in told)]),
+        text="\n  ".join([text, *(cause.text(decimal=False) for cause in named_causes(causes))]),
         record={
             "event": "alarm", "time": end_s, "start_time": alarm.start_s, "score": alarm.score,
             "threshold": threshold, "reasons": [cause.plain() for cause in causes],

@@ -36,6 +36,11 @@ class Threshold:
     value: float
     rule: str
 
+    @property
+    def text(self) -> str:
+        """The threshold and its rule, as a sentence without its full stop."""
+        return f"A window is flagged if it scores more than {self.value:.6g}: {self.rule}"
+
 
 def choose_threshold(is_attack: Bools, score: Floats, *, supervised: bool, fpr: float) -> Threshold:
     """Chooses the threshold of a detector from validation windows [V].
