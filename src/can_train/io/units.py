@@ -26,6 +26,8 @@ _MEMORY: Final = re.compile(r"(\d{1,12})([KMGT]?)B?", re.IGNORECASE | re.ASCII)
 _DEVICE: Final = re.compile(r"auto|cpu|cuda(?::([0-9]{1,9}))?")
 _DEVICES: Final = ("auto", "cpu", "cuda", "cuda:1", "sim:2GiB")  # an example of each form of `--device`
 
+_SINGULAR: Final = {"are": "is", "were": "was", "have": "has", "mark": "marks"}
+
 _DAY_S: Final = 24 * 3600
 _UNIT_S: Final = {"s": 1, "min": 60, "h": 3600, "d": _DAY_S}
 _UNIT_KIB: Final = {"K": 1, "": 2**10, "M": 2**10, "G": 2**20, "T": 2**30}
@@ -185,13 +187,15 @@ def shortened(names: Sequence[str]) -> dict[str, str]:
     return {name: name for name in names}
 
 
-def counted(count: int, noun: str) -> str:
-    """Writes a count with its noun.
+def counted(count: int, noun: str, verb: str = "") -> str:
+    """Writes a count with its noun, and with the verb that is given for several.
 
-    >>> counted(1, "run"), counted(2, "run"), counted(12345, "run")
-    ('1 run', '2 runs', '12,345 runs')
+    >>> counted(1, "run"), counted(12345, "run"), counted(1, "row", "are"), counted(2, "row", "are")
+    ('1 run', '12,345 runs', '1 row is', '2 rows are')
     """
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    if count != 1:
+        return f"{count:,} {noun}s {verb}".rstrip()
+    return f"1 {noun} {_SINGULAR.get(verb, verb)}".rstrip()
 
 
 def count_of(environment: Mapping[str, str], name: str, default: int) -> int:

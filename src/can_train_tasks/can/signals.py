@@ -94,7 +94,7 @@ def report_signals(logs: Sequence[Frames], wanted: int | None = None) -> SignalR
     Raises:
         ConfigError: The logs lack the ID.
     """
-    from can_train_tasks.can.data.graphs import counted
+    from can_train.io.units import counted
 
     messages = _messages(logs)
     found = [signal for signal in _signals(messages) if wanted in (None, signal.can_id)]
@@ -170,7 +170,8 @@ def report_declared(logs: Sequence[Frames], wanted: int | None, database: Databa
     """
     import numpy as np
 
-    from can_train_tasks.can.data.graphs import Frames, counted, id_text
+    from can_train.io.units import counted
+    from can_train_tasks.can.data.graphs import Frames, id_text
 
     frames = Frames.concatenate(logs)
     ids = _chosen_ids(np.unique(frames.can_id).tolist(), wanted)

@@ -14,10 +14,11 @@ import numpy as np
 
 from can_train.errors import DataError
 from can_train.io.arrays import META, FolderDamageError, discard_folder, noticing_damage, read_meta
+from can_train.io.units import counted
 from can_train.reporter import Reporter
 from can_train_tasks.can.data import graphs
 from can_train_tasks.can.data.digests import LogDigest, known_windows
-from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Ints, SourceFile, Split, counted
+from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Ints, SourceFile, Split
 from can_train_tasks.can.data.layout import (
     LOG,
     TEST,

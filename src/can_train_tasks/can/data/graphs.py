@@ -137,16 +137,6 @@ def named_id(can_id: int, *, decimal: bool) -> str:
     return f"ID {id_text(can_id)}" + (f" (in the log: {can_id})" if decimal else "")
 
 
-_SINGULAR: Final = {"are": "is", "were": "was", "have": "has", "mark": "marks"}
-
-
-def counted(count: int, noun: str, verb: str = "") -> str:
-    """Writes a count with its noun, and with the verb that is given for several: `1 row is`, `2 rows are`."""
-    if count != 1:
-        return f"{count:,} {noun}s {verb}".rstrip()
-    return f"1 {noun} {_SINGULAR.get(verb, verb)}".rstrip()
-
-
 @dataclass(frozen=True)
 class SourceFile:
     """One log that contributed windows."""

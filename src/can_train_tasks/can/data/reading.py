@@ -19,6 +19,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from can_train.errors import DataError
+from can_train.io.units import counted
 from can_train_tasks.can.data.clocks import (
     CLOCK_JITTER_S,
     MAX_FRAMES_PER_SECOND,
@@ -45,7 +46,7 @@ from can_train_tasks.can.data.grammar import (
     label_word,
     parse_rows,
 )
-from can_train_tasks.can.data.graphs import BENIGN, MAX_KINDS, PAUSE_S, Frames, Ints, counted, named_id, too_many_kinds
+from can_train_tasks.can.data.graphs import BENIGN, MAX_KINDS, PAUSE_S, Frames, Ints, named_id, too_many_kinds
 from can_train_tasks.can.data.log_text import BLOCK_BYTES, LogText, TextSample
 from can_train_tasks.can.data.recordings import Recording, TableText, recording_format
 from can_train_tasks.can.data.sidecars import Injection, find_sidecar

@@ -14,7 +14,8 @@ import numpy as np
 
 from can_train.errors import CheckpointError, ConfigError, DataError
 from can_train.fit.packing import members
-from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints, counted, id_text
+from can_train.io.units import counted
+from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints, id_text
 from can_train_tasks.can.evaluation.bursts import SECONDS_PER_HOUR, Timeline, held_scores
 from can_train_tasks.can.evaluation.metrics import Threshold
 from can_train_tasks.can.evaluation.options import Hold

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from can_train.config.resolved import EvaluationData, FinishedModel
 from can_train.errors import CanTrainError, CheckpointError
+from can_train.io.units import counted
 from can_train.reporter import SilentReporter, TextTable
 from can_train.training.evaluate import Evaluation, Scorer, Verdict
 from can_train_tasks.can.data.database import Database
@@ -28,7 +29,7 @@ from can_train_tasks.can.data.dataset import (
     leave_out_known,
     prepare,
 )
-from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints, Split, counted, id_text
+from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints, Split, id_text
 from can_train_tasks.can.data.layout import LOG, TEST, find_logs
 from can_train_tasks.can.data.reading import LogReader, decide_bases
 from can_train_tasks.can.evaluation import judging

@@ -17,9 +17,9 @@ import numpy as np
 
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import RunError
-from can_train.io.units import shortened
+from can_train.io.units import counted, shortened
 from can_train.reporter import TextTable
-from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints, counted
+from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints
 from can_train_tasks.can.evaluation import metrics
 from can_train_tasks.can.evaluation.baselines import FOREST_SEEDS, BaselineOptions, Baselines, fit_baselines
 from can_train_tasks.can.evaluation.bursts import (

@@ -21,6 +21,7 @@ import torch
 
 from can_train.config.resolved import FinishedModel
 from can_train.errors import CheckpointError, ConfigError, DataError, RunError
+from can_train.io.units import counted
 from can_train.runs.trust import CodeTrust
 from can_train.training.evaluate import Scorer
 from can_train.training.loading import finished_model, load_finished
@@ -35,7 +36,6 @@ from can_train_tasks.can.data.graphs import (
     Ints,
     SourceFile,
     WindowGraphs,
-    counted,
     no_graphs,
 )
 from can_train_tasks.can.evaluation.alarms import LEAST_USUAL_WINDOWS, Cause, Explainer, named_causes

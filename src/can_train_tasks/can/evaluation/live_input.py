@@ -27,10 +27,11 @@ import polars as pl
 from numpy.typing import NDArray
 
 from can_train.errors import CanTrainError, ConfigError, DataError
+from can_train.io.units import counted
 from can_train_tasks.can.data.clocks import TICKS_PER_SECOND, LogClock, are_differences, may_be_differences
 from can_train_tasks.can.data.formats import header_grammars, number_texts, shortened, with_unit
 from can_train_tasks.can.data.grammar import MAX_CAN_ID, Grammar, ParsedRows, parse_rows
-from can_train_tasks.can.data.graphs import Frames, counted
+from can_train_tasks.can.data.graphs import Frames
 from can_train_tasks.can.data.line_formats import line_grammars, variants
 from can_train_tasks.can.data.payload_fields import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 from can_train_tasks.can.data.recordings import recording_format

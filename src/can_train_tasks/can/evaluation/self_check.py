@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Frames, Ints, counted
+from can_train.io.units import counted
+from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Frames, Ints
 
 JUMP_S: Final = 5.0  # a clock jumps where it runs ahead of the frames' arrival, or steps back, by more than this
 JUMP_EVERY_S: Final = 1.0  # least seconds of arrival between two events about the clock
