@@ -334,7 +334,7 @@ def _layout(path: Path, parts: _Parts) -> Sequence[str]:
     """Decides which number of a muon is which: read until a muon comes; four numbers are looked at in all muons that
     may have a distance from the axis in the place of a time.
     """
-    layout, is_radius = None, False
+    layout, is_radius, is_told = None, False, False
     for part in parts(path):
         if not len(part.muons):
             continue
@@ -347,7 +347,9 @@ def _layout(path: Path, parts: _Parts) -> Sequence[str]:
         is_radius = np.allclose(radius, position, rtol=_RADIUS_TOLERANCE, atol=_RADIUS_TOLERANCE)
         if not is_radius:
             break
-    return _WITH_RADIUS if is_radius else layout or _MUON_LAYOUTS[3]
+        # Muons without a time that lie on a diagonal have equal numbers there, too.
+        is_told |= bool((part.muons[:, 2:] != 0).all(axis=1).any())
+    return _WITH_RADIUS if is_radius and is_told else layout or _MUON_LAYOUTS[3]
 
 
 def _hdf5_parts(path: Path) -> Iterator[_Part]:

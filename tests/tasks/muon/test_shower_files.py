@@ -275,6 +275,13 @@ def test_events_that_are_written_are_read_back(written: Columns) -> None:
     assert all(np.array_equal(showers.muons[name], again.muons[name]) for name in showers.muons)
 
 
+@pytest.mark.parametrize("y", [3.0, -3.0])
+def test_muons_at_time_zero_on_a_diagonal_have_no_radius(tmp_path: Path, y: float) -> None:
+    write_hdf5_events(tmp_path / "a.h5", [[1e5, 0.1, 0.938272, 1500.0]], [[[2.0, 3.0, y, 0.0]]])
+    muons = of_file(tmp_path / "a.h5").muons
+    assert (muons["x"].tolist(), muons["y"].tolist()) == ([3.0], [y])
+
+
 @pytest.mark.parametrize(("suffix", "write"), [("parquet", write_parquet_events), ("h5", write_hdf5_events)])
 def test_the_primaries_of_events_are_read_without_their_muons(tmp_path: Path, suffix: str, write: Any) -> None:
     path = tmp_path / f"events.{suffix}"
