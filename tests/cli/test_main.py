@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from can_train.cli import train_options
 from can_train.cli.main import main
 from can_train.cli.train_options import OPTIONS
 from can_train.config.settings import TrainingSettings
@@ -41,6 +42,18 @@ def test_help_shows_the_first_line_to_type_and_the_everyday_flags_in_groups(
     assert "--help-all shows all of them" in text
     assert "factors [KEY]" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_help_of_a_setting_ends_with_its_default_or_with_the_words_for_none() -> None:
+    brackets = {name: text.rpartition("[")[2].removesuffix("]")
+                for name, (_, _, text) in train_options._options_of(TrainingSettings).items()}  # fmt: skip
+    assert len(brackets) > 40
+    told = {
+        name: value
+        for name, value in vars(TrainingSettings()).items()
+        if isinstance(value, str | int | float) and value
+    }
+    assert {name: (brackets[name], value) for name, value in told.items() if brackets[name] != str(value)} == {}
 
 
 def test_help_all_shows_every_option_in_a_group(capsys: pytest.CaptureFixture[str]) -> None:

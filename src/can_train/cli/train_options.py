@@ -231,9 +231,9 @@ def _options_of(kind: type, names: Sequence[str] = ()) -> dict[str, Option]:
 
 
 def _with_default(text: str, default: Any) -> str:
-    # "Nodes; empty: all." says the default in words.
+    # "Nodes; empty: all." says in words what an empty value, or 0, does.
     words = re.fullmatch(r"(.*); (?:empty|0): (.*)\.", text)
-    if words is not None:
+    if words is not None and default in ("", 0):
         return f"{words[1]}. [{words[2]}]"
     return text if default == "" else f"{text} [{default}]"
 
