@@ -197,6 +197,15 @@ def test_denominators_that_do_not_add_up_are_an_error() -> None:
         batcher.run(losses_of, 6)
 
 
+def test_a_sum_whose_denominator_is_zero_is_an_error_and_a_term_without_items_is_none() -> None:
+    batcher, losses_of = linear_batch(0.0)
+    with pytest.raises(ArgumentError, match=r"denominator is 0 .* sum 0: 'error' has the sum [\d.]+ in a batch of 6"):
+        batcher.run(losses_of, 6, denominators={"error": 0.0})
+    empty = batcher.run(lambda start, stop: {"error": (losses_of(start, stop)["error"][0] * 0, 0.0)}, 6,
+                        denominators={"error": 0.0})  # fmt: skip
+    assert empty.loss == 0.0
+
+
 def test_weights_of_terms_scale_their_gradient() -> None:
     batcher, losses_of = linear_batch(1.0)
     batcher.run(losses_of, 6)

@@ -1,10 +1,13 @@
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from can_train.config.settings import MonitorSettings
@@ -12,7 +15,16 @@ from can_train.errors import RUN_FAILED, CanTrainError
 from can_train.training import train as training_loop
 from can_train.training.session import Session
 from can_train.training.train import make_session
-from fakes.line_fit import Notices, StoppedTask, fixed, line_parts, train_line
+from fakes.line_fit import (
+    SAMPLES,
+    LineBatch,
+    LineTask,
+    Notices,
+    StoppedTask,
+    fixed,
+    line_parts,
+    train_line,
+)
 
 HALF = fixed(0.5)
 
@@ -78,6 +90,48 @@ def test_a_loss_that_is_not_finite_is_an_error_with_remedies(tmp_path: Path) -> 
     ) as error:
         train_line(tmp_path, lr=1e30, optimizer="sgd", epochs=9)
     assert error.value.exit_code == RUN_FAILED
+
+
+class UncountedBatch(LineBatch):
+    """Squared errors whose denominator counts no point; only computing the losses tells it where `is_known` is False"""
+
+    def __init__(self, x: torch.Tensor, *, is_known: bool) -> None:
+        super().__init__(x, 10**9)
+        self.denominators: Any = {"error": 0.0} if is_known else None
+
+    def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[torch.Tensor, float]]:
+        return {"error": (super().losses(model, start, stop)["error"][0], 0.0)}
+
+
+class UncountedTask(LineTask):
+    """Points; no point of the training batches that have point 7 is counted, or of the validation."""
+
+    def __init__(self, *, is_known: bool = False, in_validation: bool = False) -> None:
+        super().__init__()
+        self._is_known, self._in_validation = is_known, in_validation
+
+    def logical_batch(
+        self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> LineBatch:
+        is_uncounted = rows.min() >= SAMPLES if self._in_validation else 7 in rows
+        x = self._x[rows].to(device, dtype)
+        return UncountedBatch(x, is_known=self._is_known) if is_uncounted else LineBatch(x, 10**9)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_sum_without_a_denominator_is_the_same_error_in_a_batch_that_is_split(tmp_path: Path, is_known: bool) -> None:
+    texts = set()
+    for limit in (20, 5):
+        with pytest.raises(CanTrainError, match=r"'error' has the sum \S+ in step \d, whose batch .* point") as error:
+            train_line(tmp_path / f"{limit}", UncountedTask(is_known=is_known), batch_size=20, precision="fp64",
+                       micro_batch_size=limit)  # fmt: skip
+        texts.add(str(error.value))
+    assert len(texts) == 1
+
+
+def test_a_sum_without_a_denominator_is_an_error_in_validation(tmp_path: Path) -> None:
+    with pytest.raises(CanTrainError, match=r"'error' has the sum \S+ in 10 samples from point 60 on"):
+        train_line(tmp_path, UncountedTask(in_validation=True))
 
 
 def test_validation_may_be_rarer_than_epochs_and_always_ends_the_training(tmp_path: Path) -> None:

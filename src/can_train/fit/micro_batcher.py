@@ -182,10 +182,13 @@ class Denominators:
         return {term: float(self.by_term.get(term, self.size)) / own if own else 1.0
                 for term, own in result.denominators.items()} or {"": 1.0}  # fmt: skip
 
-    def check(self, result: BatchResult) -> None:
-        """Checks denominators that were known before the batch was computed: parts whose denominators do not add up to
-        them have trained with another gradient.
+    def check(self, result: BatchResult, where: str) -> None:
+        """Checks the denominators of a batch, which `where` names: a term that has a sum has one, and those that were
+        known before the batch was computed are the sum of the parts' denominators. Otherwise the gradient is another.
         """
+        for term, own in result.denominators.items():
+            if not own:
+                check_zero(term, result.means[term] * (float(self.by_term.get(term, self.size)) or 1.0), own, where)
         if not self.size:
             check_denominators(result, self.by_term, size=0)
 
@@ -203,7 +206,8 @@ class _BatchLoss:
     def mean(self, term: str, total: Tensor) -> Tensor:
         """Divides a term's sum by the whole batch's denominator."""
         denominator = float(self.size) if self.denominators is None else self.denominators[term]
-        # A term whose denominator is zero has nothing in this batch: its sum is zero too.
+        # A term whose denominator is zero has nothing in this batch: its sum is zero too, or is refused later on, since
+        # reading it here would make the host wait.
         if isinstance(denominator, Tensor):
             denominator = denominator.to(total.dtype)
             return total / torch.where(denominator == 0, 1, denominator)
@@ -302,6 +306,17 @@ def check_denominators(result: BatchResult, denominators: Mapping[str, float | T
                 value=f"{own:g} against {needed:g}",
                 remedy="Compute denominators on the logical batch, before it is split",
             )
+
+
+def check_zero(term: str, total: float, denominator: float, where: str) -> None:
+    """Checks that the sum of a term whose denominator is 0 is 0, too: there is nothing to divide it by."""
+    if total and not denominator:
+        raise ArgumentError(
+            "A loss term whose denominator is 0 must have the sum 0",
+            value=f"{term!r} has the sum {total:g} {where}",
+            remedy="Give as denominator the number of all items that the sum adds up, or leave the other items out of "
+            "the sum; weights as denominators must not add up to 0",
+        )
 
 
 class MicroBatcher:
@@ -484,6 +499,10 @@ class MicroBatcher:
             raise refusal
         result = self.run_share(losses_of, costs, denominators=denominators, weights=weights, scale=scale)
         check_denominators(result, denominators, size=len(costs))
+        for term, own in result.denominators.items():
+            # Reading a mean makes the host wait.
+            if not own:
+                check_zero(term, result.means[term], own, f"in a batch of {len(costs)} samples")
         if not self._had_gradient and any(result.denominators.values()):
             raise ArgumentError(
                 "At least one loss term needs a gradient", value=f"none of {sorted(result.means)} does",

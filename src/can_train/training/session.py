@@ -323,7 +323,7 @@ class Session(Parts):
         self._recorded_plan: RunPlan | None = None
         self._started, self._max_seconds = time.perf_counter(), training.max_seconds
         # The last step, and the results of its updates, until its losses are read.
-        self._unread: tuple[StepRecord, Sequence[tuple[BatchResult, Denominators]]] | None = None
+        self._unread: tuple[StepRecord, NDArray[np.int64], Sequence[tuple[BatchResult, Denominators]]] | None = None
 
     def _phase_engine(self, planner: Planner, run_plan: RunPlan, shared_plan: RunPlan) -> PhaseEngine:
         training, meter, phase, plan = planner.training, self.meter, planner.phase, run_plan.phase_plan
@@ -563,11 +563,14 @@ class Session(Parts):
         self.metrics.rewind(metrics_lines)
         rewind_steps(self.folder.path, self.progress.step)
 
-    def record_step(self, counts: BatchResult, updates: Sequence[tuple[BatchResult, Denominators]]) -> None:
+    def record_step(
+        self, counts: BatchResult, rows: NDArray[np.int64], updates: Sequence[tuple[BatchResult, Denominators]]
+    ) -> None:
         """Records the step that has just been taken, for the report and the trackers; `read_losses` completes it.
 
         Args:
             counts: Of all ranks and optimizer updates, without means.
+            rows: [R] samples of the batch.
             updates: The results of the optimizer updates, of all ranks, with the denominators they were computed with.
         """
         step, (allocated, reserved) = self.progress.step, self.monitor.last_step
@@ -586,22 +589,23 @@ class Session(Parts):
             micro_batch_size=max(counts.micro_batches, default=0),
             ooms_rescued=counts.ooms_rescued,
         )
-        self._unread = record, updates
+        self._unread = record, rows, updates
 
     def read_losses(self) -> None:
         """Reads the losses of the last step that was recorded, if nobody has: the device has computed them meanwhile.
 
         Raises:
             FailedRunError: A loss is not finite.
-            ArgumentError: The denominators of the step's parts do not add up.
+            ArgumentError: The denominators of the step's parts do not add up, or one is 0 and its sum is not.
         """
         if self._unread is None:
             return
-        (record, updates), self._unread = self._unread, None
+        (record, rows, updates), self._unread = self._unread, None
         for result, denominators in updates:
             if not all(math.isfinite(mean) for mean in result.means.values()):
                 raise self.no_longer_finite(f"step {record.step - 1}", result.means)
-            denominators.check(result)
+            first = self.task.describe(int(rows[0]))
+            denominators.check(result, f"in step {record.step - 1}, whose batch of {len(rows)} begins with {first}")
         result = combine_updates([result for result, _ in updates])
         loss = self.weighted(result.means)
         self.progress.add_losses(result)

@@ -49,7 +49,15 @@ from can_train.factors.store import FactorStore, factor_rule, memory_fingerprint
 from can_train.fit.compiled import compiler_limits
 from can_train.fit.cost_model import DeviceLimits, SearchResult
 from can_train.fit.factor_rule import FactorRule, RememberedLimit, RememberedLimits
-from can_train.fit.micro_batcher import BatchResult, Denominators, Losses, MicroBatcher, combine_shares, sum_by_term
+from can_train.fit.micro_batcher import (
+    BatchResult,
+    Denominators,
+    Losses,
+    MicroBatcher,
+    check_zero,
+    combine_shares,
+    sum_by_term,
+)
 from can_train.fit.optimizer import freeze
 from can_train.fit.planner import PROBED, Planner, Planners
 from can_train.fit.precision import Precision, number_format, tf32
@@ -705,7 +713,7 @@ def take_step(session: Session, rows: Rows, *, ends_epoch: bool) -> None:
     session.read_losses()
     counts = combine_shares([result.counts() for result, _ in results])
     progress.add_step(counts, len(rows))
-    session.record_step(counts, results)
+    session.record_step(counts, rows, results)
     _release_and_report(session, counts)
 
 
@@ -998,6 +1006,8 @@ def _evaluated(session: Session, rows: Rows, *, with_metrics: bool = False) -> t
         return tuple(map(sum_by_term, zip(*parts, strict=True))) or ({}, {}, {}, {})
 
     losses, denominators, metrics, counts = map(sum_by_term, zip(*session.ranks.gather(sums), strict=True))
+    for term, total in losses.items():
+        check_zero(term, total, denominators[term], f"in {len(rows)} samples from {task.describe(int(rows[0]))} on")
     loss = session.weighted({term: losses[term] / (denominators[term] or 1.0) for term in losses})
     return loss, {name: total / counts[name] for name, total in metrics.items() if counts[name]}
 
