@@ -9,11 +9,20 @@ import pytest
 import torch
 
 from can_train.cli.main import main
-from can_train.runs.run_folder import RunFolder
+from can_train.runs.run_folder import RunFolder, name_to_type
 from can_train.training.train import make_session
 from fakes.line_fit import fixed, line_parts, train_line
+from fakes.own_tasks import CLASSIFIER
 from fakes.trained_runs import bus_log, finished_run, own_log
 
+SLOW = """
+
+class Timed(MyTask):
+    def before_step(self, model, rows, progress, generator):
+        import time
+
+        time.sleep(0.03)
+"""
 LEVEL = {"scheduler": "constant", "warmup_share": 0.0, "micro_batch_size": 8}
 
 
@@ -135,6 +144,36 @@ def test_what_a_run_cannot_go_on_with_is_refused_and_nothing_is_lost(
     assert resumed(run, *(str(other) if flag == "OTHER" else flag for flag in flags)) == 2
     assert message in capsys.readouterr().err
     assert contents(run) == was
+
+
+def test_a_run_whose_time_was_up_goes_on_with_more_time_by_the_schedule_that_it_had(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = tmp_path / "timed.py"
+    module.write_text(f"{CLASSIFIER.replace('WIDTH', '4').replace('from helpers import 4', '')}{SLOW}")
+    state = ("--runs-dir", str(tmp_path / "runs"), "--state-dir", str(tmp_path / "state"))
+    line = ("--task", f"{module}:Timed", "--device", "cpu", "--epochs", "9", "--max-time", "0.5s", *state)
+    assert main(line) == 0
+    run = next((tmp_path / "runs").iterdir())
+    cut = json.loads((run / "result.json").read_text())
+    assert cut["time_is_up"]
+    assert cut["steps"] < 63
+    was = contents(run)
+    for flags in (("--epochs", "20"), ("--max-time", "0.1s")):
+        assert resumed(run, *flags) == 2
+        assert "time of training is up: 0.5s" in capsys.readouterr().err
+        assert contents(run) == was
+    assert resumed(run) == 0
+    assert f"can-train resume {name_to_type(RunFolder(run))} --max-time 0:01:00" in capsys.readouterr().err
+    assert resumed(run, "--max-time", "9min") == 0
+    said = capsys.readouterr().err
+    assert "training.max_time is 9min from here on, in place of 0.5s" in said
+    assert "learning rate" not in said
+    result = json.loads((run / "result.json").read_text())
+    assert (result["epochs"], result["steps"], result["time_is_up"]) == (9, 63, False)
+    assert (run / f"result-at-step-{cut['steps']}.json").is_file()
+    assert resumed(run, "--max-time", "1h") == 2
+    assert "was not ended by its time" in capsys.readouterr().err
 
 
 def test_fewer_epochs_than_are_done_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,6 +67,9 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     epochs: Annotated[
         str | None, typer.Option(help="Go on until so many epochs are done, also after the end.", metavar="INTEGER")
     ] = None,
+    max_time: Annotated[
+        str | None, typer.Option(help="Time of training, over all attempts, after which the run ends.", metavar="TIME")
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="Go on with another device. The batch stays, and is cut as that one needs.")
     ] = None,
@@ -88,7 +91,7 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     quiet = quiet or (launch is not None and launch.rank > 0)
     locator = RunLocator(runs_dir, state_dir)
     if all_failed or (chosen := _several(locator, runs or ())):
-        given = {"--here": here, "--epochs": epochs, "--device": device, "--dataset": dataset}
+        given = {"--here": here, "--epochs": epochs, "--max-time": max_time, "--device": device, "--dataset": dataset}
         if flag := next((flag for flag, value in given.items() if value), ""):
             raise ConfigError(f"{flag} goes with a single run", value=" ".join(runs or ["--all-failed"]),
                               remedy="Leave it out, or resume each run by itself")  # fmt: skip
@@ -112,7 +115,7 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     if not status.state.certain and not quiet:
         print_note(str(status.state))
     print_starting(Verbosity.QUIET if quiet else verbosity)
-    from can_train.training.resume import change_request, change_run
+    from can_train.training.resume import change_request, change_run, longer_line
 
     folder = status.known.folder
     if device is not None and not in_job:
@@ -120,7 +123,8 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
 
         resolve_device(device)
     settings = _checked_request(folder, _without_begin(status, request), in_slurm=in_slurm)
-    make_changes = partial(change_run, folder, make_reporter(verbosity), epochs=epochs, device=device, dataset=dataset)
+    make_changes = partial(change_run, folder, make_reporter(verbosity),
+                           epochs=epochs, max_time=max_time, device=device, dataset=dataset)  # fmt: skip
     if in_job:
         _print_changes([*make_changes(), *change_request(folder, settings)], quiet=quiet)
         goes_on = status.facts.result is not None and folder.result() is None
@@ -146,9 +150,9 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     with launched_ranks(device or folder.config()["device"], verbosity) as ranks:
         if not in_job:
             _print_changes(ranks.on_rank0(make_changes), quiet=quiet)
-        if not quiet and folder.result() is not None:
-            longer = f"can-train resume {name_to_type(folder)} --epochs {2 * folder.config()['training']['epochs']}"
-            print_note(f"The run has finished, and nothing is left to train. For longer:\n  {longer}")
+        if not quiet and (result := folder.result()) is not None:
+            ended = "The run's time of training is up" if result.get("time_is_up") else "The run has finished"
+            print_note(f"{ended}, and nothing is left to train. For longer:\n  {longer_line(folder, result)}")
         continue_run(folder, ranks, verbosity, as_json=as_json)
 
 

@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -60,7 +60,8 @@ _MOST_LABEL: Final = 80  # characters of a label in the name of a job
 _ENVIRONMENT: Final = "environment.json"  # in a run's folder: the versions and the command that made it
 _CHANGES: Final = "changes.json"  # in a run's folder: changes that `resume` made to the configuration
 _CHANGED: Final = "changed_settings.json"  # in a run's folder: settings that differ from the presets
-_EPOCHS: Final = "training.epochs"
+EPOCHS: Final = "training.epochs"
+MAX_TIME: Final = "training.max_time"
 _TRAINED: Final = "trained"  # the activity whose lock a training keeps
 
 WAIT_S: Final = 900.0
@@ -185,19 +186,22 @@ class RunFolder:
         step: int,
         changed: Changed = None,
     ) -> None:
-        """Replaces the configuration, and records the changed settings (see `changes`). A result that more epochs make
-        out of date is renamed.
+        """Replaces the configuration, and records the changed settings (see `changes`). A result that more epochs,
+        or more time, make out of date is renamed.
         """
         record = {"time": utc_now(), "step": step, "settings": settings}
         # The record first: after a kill in between, the same command line makes the recorded change.
         records.write_json_atomic(self.path / _CHANGES, {"changes": [*self.changes(), record]})
         self.configure(config, changed)
-        if _EPOCHS in settings and is_file(self.result_path):
+        if {EPOCHS, MAX_TIME} & settings.keys() and is_file(self.result_path):
             self.result_path.replace(self.path / f"result-at-step-{step}.json")
 
-    def goes_on_for_longer(self, step: int) -> bool:
-        """Returns whether `resume` raised the number of epochs at the checkpoint of a step."""
-        return any(change.get("step") == step and _EPOCHS in change.get("settings", {}) for change in self.changes())
+    def goes_on_for_longer(self, step: int, settings: Collection[str] = (EPOCHS, MAX_TIME)) -> bool:
+        """Returns whether `resume` changed the number of epochs, or the time of training, at the checkpoint of a step;
+        or any other of some settings.
+        """
+        changed = (change.get("settings", {}) for change in self.changes() if change.get("step") == step)
+        return any(name in names for names in changed for name in settings)
 
     def result(self) -> dict[str, Any] | None:
         """Reads the result; None where the run has not finished.

@@ -1,7 +1,8 @@
-"""The settings that `can-train resume` may change: a run's epochs, its device, and the place of its data. Imports no
-torch: a run may go on in a job that is submitted from a login node.
+"""The settings that `can-train resume` may change: a run's epochs, its time, its device, and the place of its data.
+Imports no torch: a run may go on in a job that is submitted from a login node.
 """
 
+import math
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,19 +13,19 @@ from can_train.config.resolved import ResolvedRun, data_root
 from can_train.config.task_settings import load_object
 from can_train.errors import ConfigError, MissingDataError, RunError
 from can_train.io.records import expanded, parse_object, sketch, text_or_nothing
-from can_train.io.units import parse_device
+from can_train.io.units import parse_device, time_text
 from can_train.reporter import Reporter
-from can_train.runs.run_folder import BEGUN_WITH, INPUTS, RunFolder, name_to_type
+from can_train.runs.run_folder import BEGUN_WITH, EPOCHS, INPUTS, MAX_TIME, RunFolder, name_to_type
 
-_EPOCHS: Final = "training.epochs"
 _PATH: Final = "dataset.path"
 
 
-def change_run(
+def change_run(  # noqa: PLR0913 - the flags of `resume`
     folder: RunFolder,
     reporter: Reporter,
     *,
     epochs: str | None = None,
+    max_time: str | None = None,
     device: str | None = None,
     dataset: str | None = None,
 ) -> list[str]:
@@ -36,11 +37,11 @@ def change_run(
         A sentence for each setting that changed.
 
     Raises:
-        ConfigError: More epochs are done than asked for, or a value does not fit.
+        ConfigError: More epochs are done than asked for, the time of training is up, or a value does not fit.
         RunError: The data are not those that the run began with, or another process trains the run.
     """
     path = None if dataset is None else str(expanded(dataset).absolute())
-    given = {_EPOCHS: epochs, "device": device, _PATH: path}
+    given = {EPOCHS: epochs, MAX_TIME: max_time, "device": device, _PATH: path}
     request = {name: value for name, value in given.items() if value is not None}
     if not request:
         return []
@@ -57,6 +58,8 @@ def change_run(
             raise ConfigError("A run goes on for no fewer epochs than it has done",
                               value=f"--epochs {epochs}, and {done} are done",
                               remedy=f"With fewer it is a new run:\n  {anew}\nHere give {done} or more")  # fmt: skip
+        if result is not None:
+            goes_on = _check_time(folder, run, result, goes_on=goes_on, is_given=max_time is not None)
         if device is not None:
             _check_device(device, is_over=result is not None and not goes_on)
         if dataset is not None:
@@ -64,7 +67,7 @@ def change_run(
         values = {name: {"before": _value(before, name), "after": _value(run.config, name)} for name in request}
         is_extended = result is not None and goes_on
         changed = {name: each for name, each in values.items()
-                   if each["before"] != each["after"] or (name == _EPOCHS and is_extended)}  # fmt: skip
+                   if each["before"] != each["after"] or (name == EPOCHS and is_extended)}  # fmt: skip
         if changed:
             folder.change(run.config, changed, step=step, changed=changed_settings(run.config))
     return _in_words(changed)
@@ -105,6 +108,44 @@ def _newest_checkpoint(folder: RunFolder) -> tuple[int, int]:
 
 def _count(value: Any) -> int:
     return value if isinstance(value, int) else 0
+
+
+def _check_time(
+    folder: RunFolder, run: ResolvedRun, result: Mapping[str, Any], *, goes_on: bool, is_given: bool
+) -> bool:
+    """Checks the time that a finished run may train for from now on; returns whether the run goes on.
+
+    Args:
+        folder: The run's folder, with the settings before the change.
+        run: The run with the changed settings.
+        result: The run's result.
+        goes_on: Whether the run goes on for more epochs.
+        is_given: Whether a time is given.
+    """
+    before = from_plain(folder.config()).training
+    if not result.get("time_is_up"):
+        if is_given and not goes_on:
+            raise ConfigError("A run that was not ended by its time goes on for more epochs only",
+                              value=f"--max-time {run.training.max_time}",
+                              remedy=f"{longer_line(folder, result)} trains it for longer")  # fmt: skip
+        return goes_on
+    if run.training.max_seconds > before.max_seconds:
+        return True
+    if is_given or goes_on:
+        raise ConfigError("The run's time of training is up", value=f"{before.max_time}, over all attempts",
+                          remedy=f"{longer_line(folder, result)} trains it for longer")  # fmt: skip
+    return False
+
+
+def longer_line(folder: RunFolder, result: Mapping[str, Any]) -> str:
+    """Returns a line that trains a finished run for longer: for twice the time where its time was up, else for twice
+    the epochs.
+    """
+    training = from_plain(folder.config()).training
+    longer = f"--epochs {2 * training.epochs}"
+    if result.get("time_is_up"):
+        longer = f"--max-time {time_text(math.ceil(2 * training.max_seconds / 60))}"
+    return f"can-train resume {name_to_type(folder)} {longer}"
 
 
 def _check_device(device: str, *, is_over: bool) -> None:

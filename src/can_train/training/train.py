@@ -87,7 +87,7 @@ from can_train.reporter import (
 )
 from can_train.runs.attempts import SlurmContext, StopRequests
 from can_train.runs.recording import write_predictions
-from can_train.runs.run_folder import Changed, RunFolder, make_run, resume_hint
+from can_train.runs.run_folder import EPOCHS, Changed, RunFolder, make_run, resume_hint
 from can_train.runs.run_state import best_text
 from can_train.runs.trackers import TrackedRun, Tracker, check_packages, scores, tracked
 from can_train.task import BatchTask, Predictions
@@ -459,7 +459,7 @@ def make_session(parts: Parts, factor: FactorRule, *, as_shards: bool = False) -
     else:
         checkpoint = session.restore(checkpoint)
         reporter.notice(f"Continuing at step {session.progress.step}")
-        if parts.folder.goes_on_for_longer(session.progress.step):
+        if parts.folder.goes_on_for_longer(session.progress.step, [EPOCHS]):
             epochs, lr = parts.training.epochs, session.engine.optimization.lr
             rate = f"from here on its learning rate, now {lr:.3g}, is that of a run of {epochs}"
             reporter.notice(f"The run now has {counted(epochs, 'epoch')}; {rate}")
@@ -1077,6 +1077,8 @@ def _result(session: Session) -> dict[str, Any]:
         "status": "finished",
         "epochs": progress.epochs_begun,
         "steps": progress.step,
+        # Also in a process that only judges.
+        "time_is_up": progress.epoch < session.training.epochs and (session.is_time_up or session.is_late),
         "best_epoch": best.epoch,
         "best_validation_loss": best.loss,
         "best_by": session.criterion.name,
