@@ -39,6 +39,23 @@ def test_flags_set_and_model_args_override() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("betas", "[0.9,0.999]", [0.9, 0.999]),
+        ("betas", "0.9, 0.999", [0.9, 0.999]),
+        ("lr_factors", "[backbone=0.1]", ["backbone=0.1"]),
+        ("freeze", "[0]", ["0"]),
+        ("freeze", "[ab]*.weight,x[01]", ["[ab]*.weight", "x[01]"]),
+        ("no_decay", '["*.bias", norm]', ["*.bias", "norm"]),
+        ("optimizer_args", "{momentum=0.5,nesterov=true}", {"momentum": 0.5, "nesterov": True}),
+        ("optimizer_args", "{momentum: 0.5}", {"momentum": 0.5}),
+    ],
+)
+def test_a_flag_of_a_list_or_a_dict_may_have_brackets(name: str, text: str, value: Any) -> None:
+    assert getattr(resolved(values={f"training.{name}": text}).training, name) == value
+
+
+@pytest.mark.parametrize(
     ("request_", "window", "stride"),
     [
         ({}, 100, 100),

@@ -64,9 +64,15 @@ def test_the_same_spelling_twice_means_the_last() -> None:
     check_contradictions([from_set("training.epochs=3"), from_set("training.epochs=4")])
 
 
-@given(st.lists(st.text(st.characters(exclude_characters=","), min_size=1)))
+@given(st.lists(st.from_regex(r"[a-z][a-z *.=:-]*[a-z0-9]", fullmatch=True)))
 def test_a_list_is_split_at_commas(parts: list[str]) -> None:
-    assert list(split_list(",".join(parts))) == parts
+    assert list(split_list(",".join(parts))) == list(split_list(f"[{','.join(parts)}]")) == parts
+
+
+def test_brackets_within_a_list_stay() -> None:
+    assert list(split_list("[ab]*.we,head[0]")) == ["[ab]*.we", "head[0]"]
+    assert list(split_list("[[ab]*.we,head]")) == ["[ab]*.we", "head"]
+    assert list(split_list("[,]]")) == ["[", "]]"]
 
 
 def test_a_path_that_exists_is_not_split() -> None:

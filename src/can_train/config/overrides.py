@@ -12,7 +12,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from can_train.config.settings import canonical_name
+from can_train.config.settings import canonical_name, split_list, without_brackets
 from can_train.config.sweeps import UNREADABLE, may_sweep, parser
 from can_train.errors import ConfigError, SettingError, nearest_first, unknown_name
 
@@ -187,10 +187,12 @@ def apply_overrides(config: DictConfig, overrides: Sequence[Override]) -> DictCo
         value, node = _value(config, override, is_open=is_open), OmegaConf.select(config, key)
         if OmegaConf.is_dict(node) and not override.grammar and isinstance(value, str):
             # A flag gives settings by name: --optimizer-args momentum=0.95,nesterov=true.
-            value = parsed_value(replace(override, value=f"{{{value.replace('=', ':')}}}", grammar=True))
+            value = parsed_value(
+                replace(override, value=f"{{{without_brackets(value, '{}').replace('=', ':')}}}", grammar=True)
+            )
         if OmegaConf.is_list(node) and not override.grammar and isinstance(value, str):
-            # A flag lists values as they are: --freeze encoder,head.
-            value = [part.strip() for part in value.split(",") if part.strip()]
+            # A flag lists values as they are: --freeze encoder,head. In brackets they may have the quotes of --set.
+            value = [_unquoted(part) for part in split_list(value) if part.strip()]
         for kind, is_wanted, types in (("Dict", OmegaConf.is_dict, dict), ("List", OmegaConf.is_list, (list, tuple))):
             if is_wanted(node) and not isinstance(value, types):
                 raise SettingError(f"{as_given(key)} must be {KINDS[kind]}", value=repr(value))
@@ -204,6 +206,11 @@ def apply_overrides(config: DictConfig, overrides: Sequence[Override]) -> DictCo
         except OmegaConfBaseException as error:
             raise misfit(error, key, value) from error
     return config
+
+
+def _unquoted(text: str) -> str:
+    text = text.strip()
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
 def open_dicts(config: DictConfig) -> None:

@@ -770,5 +770,19 @@ def canonical_name(name: str) -> str:
 
 
 def split_list(text: str, *, existing: Collection[str] = ()) -> Sequence[str]:
-    """Splits a comma-separated flag, unless the whole text is one of the `existing` names (a path may hold commas)."""
-    return [text] if text in existing else [part for part in text.split(",") if part]
+    """Splits a comma-separated flag, which may stand in brackets, unless the whole text is one of the `existing` names
+    (a path may hold commas).
+    """
+    return [text] if text in existing else [part for part in without_brackets(text, "[]").split(",") if part]
+
+
+def without_brackets(text: str, pair: str) -> str:
+    """Returns a flag's text without the pair of brackets around the whole of it, as `--set` writes lists and dicts."""
+    opening, closing = pair[0], pair[1]
+    text, depth = text.strip(), 0
+    for number, character in enumerate(text):
+        depth += (character == opening) - (character == closing)
+        if not depth:
+            # A pattern of several brackets, as [ab]*.we[id]*, begins with a pair that ends before the text does.
+            return text[1:-1].strip() if number and number == len(text) - 1 else text
+    return text
