@@ -1,5 +1,6 @@
 """Which samples a collated batch has, and the batch of some of them."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,10 +21,25 @@ from can_train.fit.collate import (
     select_samples,
     to_device,
 )
+from can_train.training.read_ahead import is_plain
+from can_train.training.resident_samples import _outline
 
 N = 50
 X, Y = torch.arange(N * 3.0).reshape(N, 3), torch.arange(N)
 RAGGED = [torch.full((1 + number % 4,), float(number)) for number in range(N)]
+
+
+def nested(layout: torch.layout) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The PyTorch API of nested")
+        return torch.nested.nested_tensor([X[:2], X[:3]], layout=layout)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_counted_as_the_tensors_in_it(layout: torch.layout) -> None:
+    assert [leaf.shape for leaf in leaves((X, {"y": nested(layout)}))] == [X.shape, (2, 3), (3, 3)]
+    assert not is_plain(nested(layout))
+    assert _outline((X, nested(layout))) is None
 
 
 class Pair(NamedTuple):
@@ -170,6 +186,8 @@ def test_copies_on_the_host_keep_no_part_of_the_device() -> None:
         ([{"x": X}, {"x": X[:, :2]}], "sample['x'] has shapes (50, 2), (50, 3)"),
         ([X.numpy(), 3], "type of sample is ndarray in sample 0 of the batch, and int in sample 1"),
         ([X[0], X[0, 0]], "sample has shapes (), (3,)"),
+        ([(X, nested(torch.strided))] * 2, "sample[1] is a nested tensor"),
+        ([(X, nested(torch.jagged))] * 2, "sample[1] is a nested tensor"),
     ],
 )  # fmt: skip
 def test_samples_that_are_not_built_alike_are_told_with_their_place(samples: list[Any], value: str) -> None:

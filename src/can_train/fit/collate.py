@@ -19,20 +19,26 @@ from can_train.memory.meters import send, send_positions
 
 
 def leaves(sample: Any) -> Iterator[Tensor]:
-    """Yields the tensors and arrays of a sample, in order."""
+    """Yields the tensors and arrays of a sample, in order; of a nested tensor, which has no shape, its tensors."""
+    for tensor in whole_leaves(sample):
+        yield from tensor.unbind() if tensor.is_nested else (tensor,)
+
+
+def whole_leaves(sample: Any) -> Iterator[Tensor]:
+    """Yields the tensors and arrays of a sample, in order, as `replace_leaves` replaces them."""
     if isinstance(sample, Tensor):
         yield sample
     elif isinstance(sample, np.ndarray):
         yield torch.from_numpy(sample)
     elif isinstance(sample, Mapping):
         for value in sample.values():
-            yield from leaves(value)
+            yield from whole_leaves(value)
     elif isinstance(sample, tuple | list):
         for value in sample:
-            yield from leaves(value)
+            yield from whole_leaves(value)
     elif is_dataclass(sample) and not isinstance(sample, type):
         for one in fields(sample):
-            yield from leaves(getattr(sample, one.name))
+            yield from whole_leaves(getattr(sample, one.name))
 
 
 def replace_leaves(sample: Any, others: Iterator[Any]) -> Any:
@@ -184,6 +190,9 @@ def _stacked(samples: Sequence[Any], place: str) -> Any:
 
 
 def _stacked_tensors(tensors: Sequence[Tensor], place: str) -> Tensor:
+    if any(tensor.is_nested for tensor in tensors):
+        raise DataError("Nested tensors make a batch in ways of their own", value=f"{place} is a nested tensor",
+                        remedy=_OWN_COLLATE)  # fmt: skip
     if len({tensor.shape for tensor in tensors}) == 1:
         return torch.stack(list(tensors))
     if len({tensor.shape[1:] for tensor in tensors}) == 1 and all(tensor.ndim for tensor in tensors):
@@ -337,7 +346,7 @@ def _columns(batch: Any, is_listed: bool) -> Iterator[Any]:
         if is_listed and _is_list(value) and (_is_long(value) or not is_batch):
             yield value
         elif isinstance(value, Tensor | np.ndarray):
-            yield from map(_with_rows, leaves(value))
+            yield from map(_with_rows, whole_leaves(value))
         else:
             for member in _members(value):
                 yield from of(member)

@@ -525,7 +525,7 @@ def is_plain(value: Any) -> bool:
     """Tells whether a tensor or an array may be stacked with others."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0 and not value.dtype.hasobject and value.dtype.isnative
-    is_dense = value.layout is torch.strided and value.device.type == "cpu"
+    is_dense = value.layout is torch.strided and not value.is_nested and value.device.type == "cpu"
     return is_dense and not (value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg())
 
 

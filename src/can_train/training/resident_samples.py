@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from can_train.fit.collate import Column, ColumnRow, leaves, replace_leaves
+from can_train.fit.collate import Column, ColumnRow, leaves, replace_leaves, whole_leaves
 from can_train.training.read_ahead import is_plain
 
 _NO_ARRAYS: Final = (torch.bfloat16, torch.complex32)  # Numpy does not have them
@@ -83,7 +83,7 @@ def _outline(sample: Any) -> Any:
     """Returns how a sample is built, without the lengths of its tensors; None where a tensor is no plain one, or there
     is none.
     """
-    tensors = [*leaves(sample)]
+    tensors = [*whole_leaves(sample)]
     if not tensors or not all(is_plain(tensor) and tensor.dtype not in _NO_ARRAYS for tensor in tensors):
         return None
     return tuple((tensor.dtype, tensor.ndim, tuple(tensor.shape[1:])) for tensor in tensors), _built(sample)
