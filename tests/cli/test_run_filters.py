@@ -67,6 +67,7 @@ def listed(shelf: Shelf, capsys: pytest.CaptureFixture[str], *flags: str) -> lis
         (("--where", "model=gat"), [3, 1]),
         (("--where", "mcc>=0.6"), [1]),
         (("--where", "a.mcc>=0.6"), []),
+        (("--where", "lr<0.01", "--where", "mcc>=0.6"), []),
         (("--where", "deterministic=false"), [3, 2, 1]),
     ],
 )

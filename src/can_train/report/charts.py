@@ -31,6 +31,7 @@ _MAP_WIDTH: Final = 1088  # on a wide screen; on a narrow one all tiles are narr
 _MAP_HEIGHT: Final = 420
 _HEAD: Final = 22  # above the tiles of a group, for its name
 _LINE: Final = 15  # of a tile's text
+_LETTER: Final = 6.5  # mean width of a letter
 _LEAST_TILE: Final = 30  # narrower tiles have no text
 
 # Of a file with one chart, in pixels.
@@ -420,7 +421,7 @@ def _group(group: Tiles, box: Box) -> str:
     boxes = squarified(group.sizes, (0, head, width, height - head))
     tiles = "".join(_tile(group, texts, (left / width, top, across / width, down), across)
                     for texts, (left, top, across, down) in zip(group.texts, boxes, strict=True))  # fmt: skip
-    name = f'<text class="name" x="6" y="15">{escape(group.name)}</text>' if head else ""
+    name = f'<text class="name" x="6" y="15">{escape(_cut(group.name, width))}</text>' if head else ""
     place = (box[0] / _MAP_WIDTH, box[1], width / _MAP_WIDTH, height)
     return f'<svg {_placed(place)}>{name}{tiles}<rect class="edge wide" width="100%" height="100%"/></svg>'
 
@@ -428,13 +429,19 @@ def _group(group: Tiles, box: Box) -> str:
 def _tile(group: Tiles, texts: Sequence[str], place: Box, width: float) -> str:
     height = place[3]
     lines = texts[: int((height - 4) / _LINE)] if width >= _LEAST_TILE else ()
-    words = "".join(f'<text class="name" x="6" y="{_LINE * (row + 1)}">{escape(line)}</text>'
+    words = "".join(f'<text class="name" x="6" y="{_LINE * (row + 1)}">{escape(_cut(line, width))}</text>'
                     for row, line in enumerate(lines))  # fmt: skip
     return (
         f"<svg {_placed(place)}><title>{escape(', '.join([group.name, *texts]))}</title>"
         f'<rect class="area c{group.color}" width="100%" height="100%"/><rect class="edge" width="100%" height="100%"/>'
         f"{words}</svg>"
     )
+
+
+def _cut(text: str, width: float) -> str:
+    """Cuts a text that a tile of the map's usual width does not hold; a narrower page cuts it off at the edge."""
+    letters = int((width - 6) / _LETTER)
+    return text if len(text) <= letters else f"{text[: max(letters - 1, 0)]}…"
 
 
 def _placed(place: Box) -> str:

@@ -42,6 +42,7 @@ _LEAST_FACTOR_RUNS: Final = 3  # of a chart of safety factors: fewer are no cour
 _LARGEST_PARTS: Final = 12  # rows of the table
 _MOST_RESCUES: Final = 200  # lines of a log
 _RESCUE: Final = re.compile(r"note: step (\d{1,18}): memory ran out ")
+_NUMBER: Final = re.compile(r"[-+−±]?\.?\d|[–-]$")  # begins a number; or stands for one that is missing
 _TEXT_LETTERS: Final = 24  # a longer cell is a text, which may be wrapped
 
 
@@ -340,9 +341,12 @@ def _tables(tables: "Sequence[TextTable]") -> str:
 
 
 def _table(table: "TextTable") -> str:
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.columns)
+    # Long texts, and columns without a number.
     texts = {index for index in range(1, len(table.columns))
-             if any(len(row[index]) > _TEXT_LETTERS for row in table.rows)}  # fmt: skip
+             if any(len(row[index]) > _TEXT_LETTERS for row in table.rows)
+             or not any(_NUMBER.match(row[index]) for row in table.rows)}  # fmt: skip
+    head = "".join(f'<th scope="col"{" class=text" if index in texts else ""}>{escape(name)}</th>'
+                   for index, name in enumerate(table.columns))  # fmt: skip
     rows = ""
     for name, *cells in table.rows:
         # Names are long on a phone, and have no spaces.

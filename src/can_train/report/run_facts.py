@@ -26,6 +26,7 @@ _MANY: Final = 100.0  # scores from here on are shown without decimals
 SIDE_BY_SIDE: Final = 5
 """Runs that are compared side by side; more have a row each."""
 _NAMED_SETTINGS: Final = 3  # in a legend
+_RESCUED: Final = " (times that memory ran out, in validation too, and a micro-batch was split further)"
 _BEST: Final = "*"  # marks the best score of a row
 
 
@@ -243,7 +244,7 @@ def memory_lines(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("peak", measured + (f"; predicted: {size_text(predicted)}" if predicted else "")),
         ("micro-batches", ", ".join(parts) or _UNKNOWN),
-        ("rescues", f"{rescues}" + (" (steps that ran out of memory and were split further)" if rescues else "")),
+        ("rescues", f"{rescues}" + (_RESCUED if rescues else "")),
     ]
 
 
@@ -329,7 +330,8 @@ def comparison_tables(runs: Sequence[ComparedRun]) -> list[TextTable]:
         is_marked = is_ranked(metric) and not differing
         rows = {name or "validation": _score_cells([scores.get(name) for scores in by_run], metric, is_marked=is_marked)
                 for name in names}  # fmt: skip
-        notes = (f"{_BEST} the best of its row",) if is_marked else ()
+        stars = any(cell.endswith(_BEST) for cells in rows.values() for cell in cells)
+        notes = (f"{_BEST} the best of its row",) if stars else ()
         if differing:
             notes = (f"no best value is marked: the runs have different {differing}",)
         tables.append(_table(metric, "test set", runs, rows, notes=notes))

@@ -263,6 +263,10 @@ class _Remembered(msgspec.Struct):
     runs: dict[str, _Entry]  # by the path of the run's folder
 
 
+def _some(values: Mapping[str, float | None]) -> bool:
+    return any(value is not None for value in values.values())
+
+
 class RunList:
     """The runs of a list, the newest first, with the facts about them.
 
@@ -305,8 +309,9 @@ class RunList:
             if self.runs and chosen.dataset not in names:
                 raise unknown_name("data set", chosen.dataset, names)
             self.runs = [run for run in self.runs if self._entries[run.path].data_set[0] == chosen.dataset]
+        every = self.runs
         for condition in chosen.where:
-            self.runs = self._meeting(condition)
+            self.runs = self._meeting(condition, every)
         if chosen.states:
             self._settle()
             self.runs = [run for run in self.runs if self._entries[run.path].state in chosen.states]
@@ -355,7 +360,8 @@ class RunList:
 
     # Conditions on settings and scores
 
-    def _meeting(self, condition: Condition) -> list[KnownRun]:
+    def _meeting(self, condition: Condition, every: Sequence[KnownRun]) -> list[KnownRun]:
+        """Returns the runs that meet a condition, whose name some run of `every` must have."""
         names = self.setting_names(condition.name)
         if names:
             groups = self._table.groups_with(names, condition)
@@ -363,9 +369,14 @@ class RunList:
         # A type with one field: the other metrics are not decoded.
         metric: Any = msgspec.defstruct("Metric", [("values", dict[str, float] | None, None)],
                                         rename={"values": condition.name})  # fmt: skip
-        means = {run.path: mean(msgspec.msgpack.decode(self._entries[run.path].scores, type=metric).values)
-                 for run in self.runs}  # fmt: skip
-        if self.runs and all(value is None for value in means.values()):
+
+        def means_of(runs: Sequence[KnownRun]) -> dict[str, float | None]:
+            return {run.path: mean(msgspec.msgpack.decode(self._entries[run.path].scores, type=metric).values)
+                    for run in runs}  # fmt: skip
+
+        means = means_of(self.runs)
+        if every and not _some(means) and not _some(means_of(every)):
+            self.runs = list(every)
             raise self.unknown(condition.name)
         return [run for run in self.runs if (value := means[run.path]) is not None and condition.holds(value)]
 
