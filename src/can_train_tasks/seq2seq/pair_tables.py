@@ -129,10 +129,15 @@ def with_features_column(dataset: Seq2seqDatasetSettings, train: Path) -> Seq2se
     """Sets `features_col` by the first line of the training table, where the settings leave it open (-1)."""
     if dataset.features_col >= 0:
         return dataset
-    first = next((line for line in _lines(train) if line), "")
-    taken = (dataset.source_col, dataset.target_col)
-    there = first.count("\t") + 1 >= _FEATURES_COLUMN and _FEATURES_COLUMN not in taken
+    there = _columns_of(train) >= _FEATURES_COLUMN not in (dataset.source_col, dataset.target_col)
     return replace(dataset, features_col=_FEATURES_COLUMN if there else 0)
+
+
+def columns_as_trained(dataset: Seq2seqDatasetSettings, *, has_features: bool) -> Seq2seqDatasetSettings:
+    """Sets `features_col` of a table for a finished run by whether the run's model reads features, whatever the table
+    has.
+    """
+    return replace(dataset, features_col=(max(dataset.features_col, 0) or _FEATURES_COLUMN) if has_features else 0)
 
 
 def without_target_column(dataset: Seq2seqDatasetSettings, path: Path, *, has_features: bool) -> Seq2seqDatasetSettings:
@@ -144,10 +149,9 @@ def without_target_column(dataset: Seq2seqDatasetSettings, path: Path, *, has_fe
         path: The table.
         has_features: Whether the model reads features.
     """
-    dataset = replace(dataset, features_col=(max(dataset.features_col, 0) or _FEATURES_COLUMN) if has_features else 0)
+    dataset = columns_as_trained(dataset, has_features=has_features)
     columns = (dataset.source_col, dataset.target_col, dataset.features_col)
-    first = next((line for line in _lines(path) if line), "")
-    if first.count("\t") + 1 >= max(columns):
+    if _columns_of(path) >= max(columns):
         return dataset
     source, features = (column - (column > dataset.target_col) for column in (dataset.source_col, dataset.features_col))
     # A column that no line has: there are no targets.

@@ -187,6 +187,7 @@ class Seq2seq(Task):
         if isinstance(value, Sample):
             return value
         source, features = (value, "") if isinstance(value, str) else value
+        features = features if self.vocabulary.has_features else ""
         return self._unlabelled(pair_tables.pair_of(source, features, self.dataset))
 
     @property
@@ -276,7 +277,10 @@ class Seq2seq(Task):
     @cached_property
     def _pairs(self) -> Mapping[str, list[Pair]]:
         tables = self._tables
-        dataset = pair_tables.with_features_column(self.dataset, tables.train)
+        if self.context.state:
+            dataset = pair_tables.columns_as_trained(self.dataset, has_features=self.vocabulary.has_features)
+        else:
+            dataset = pair_tables.with_features_column(self.dataset, tables.train)
         return {name: pair_tables.read_table(path, dataset) for name, path in tables.by_name.items()}
 
     def _cross_entropy(self, model: nn.Module, batch: Batch, *, smoothing: float) -> tuple[Tensor, Tensor]:

@@ -198,3 +198,41 @@ def test_the_columns_of_a_table_without_targets_are_found(
     assert (columns.source_col, columns.features_col) == expected
     (pair,) = read_table(path, columns, with_targets=False)
     assert pair == Pair(source=("a",), target=(), features=("N", "PL") if has_features else ())
+
+
+def judged_on(run: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    places = ["--state-dir", str(run.parent.parent / "state"), "--device", "cpu"]
+    assert main(["evaluate", str(run), "--dataset", str(data), "--json", *places]) == 0
+    judgement: dict[str, Any] = json.loads(capsys.readouterr().out)["judgement"]
+    return judgement
+
+
+def test_a_run_without_features_does_not_read_the_features_of_other_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = write_language(LanguageSettings(words=40))
+    with_features = tmp_path / "other.tsv"
+    with_features.write_text(tables.pop("test"))
+    for name, text in {**tables, "bare": with_features.read_text()}.items():
+        (tmp_path / f"words.{name}.tsv").write_text(
+            "".join(f"{s}\t{t}\n" for s, t, _ in map(str.split, text.splitlines()))
+        )
+    line = ["--task", "seq2seq", "--dataset", str(tmp_path / "words.train.tsv"), "--epochs", "2", "--lr", "0.01",
+            "--set", "model.hidden=16", "--set", "model.embedding=8", "--device", "cpu", "-q",
+            "--runs-dir", str(tmp_path / "runs"), "--state-dir", str(tmp_path / "state")]  # fmt: skip
+    assert main(line) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    assert judged_on(run, with_features, capsys) == judged_on(run, tmp_path / "words.bare.tsv", capsys)
+    model = can_train.load(run, device="cpu", state_dir=tmp_path / "state")
+    bare, given = model.predict(["kitap", ("kitap", "N;PL")])
+    assert bare == given
+
+
+def test_a_table_without_features_is_refused_where_the_run_has_them(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "bare.tsv"
+    table.write_text("ev\tevler\n")
+    assert main(["evaluate", str(run), "--dataset", str(table), "--device", "cpu"]) == 2
+    assert "column 3, the features" in capsys.readouterr().err
