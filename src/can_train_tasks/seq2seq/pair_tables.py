@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from can_train.errors import DataError, MissingDataError
+from can_train.io.units import counted
 from can_train.reporter import Reporter
 from can_train_tasks.seq2seq.settings import Seq2seqDatasetSettings
 
@@ -167,14 +168,19 @@ def read_table(path: Path, dataset: Seq2seqDatasetSettings, *, with_targets: boo
         with_targets: Whether each line must have a target.
 
     Raises:
-        DataError: The table is empty, is not UTF-8 or cannot be read; or a line lacks a column, or its source or
-            target is empty. The message names file and line.
+        DataError: The table is empty, is not UTF-8 or cannot be read; or a line lacks a column, has more or fewer
+            columns than the first line, or its source or target is empty. The message names file and line.
     """
-    pairs = list[Pair]()
+    pairs, expected = list[Pair](), _columns_of(path)
     for number, line in enumerate(_lines(path), start=1):
         if not line:
             continue
         cells, parts = line.split("\t"), dict[str, Symbols]()
+        if len(cells) != expected:
+            # The columns are told apart by the first line: a target would be read as features.
+            raise DataError("All lines of a table have as many columns as the first line",
+                            value=f"{path}:{number}: {counted(len(cells), 'column')}, not {expected}",
+                            remedy="Separate columns by one tab each, also where a cell is empty")  # fmt: skip
         for name in ("source", "target", "features"):
             column = getattr(dataset, f"{name}_col")
             if name == "target" and not with_targets:
@@ -182,8 +188,8 @@ def read_table(path: Path, dataset: Seq2seqDatasetSettings, *, with_targets: boo
                 continue
             if column > len(cells):
                 raise DataError(f"Every line has a column {column}, the {name}", remedy=f"Set dataset.{name}_col, and "
-                                "see that columns are separated by tabs", value=f"{path}:{number}: {len(cells)} columns"
-                                )  # fmt: skip
+                                "see that columns are separated by tabs",
+                                value=f"{path}:{number}: {counted(len(cells), 'column')}")  # fmt: skip
             parts[name] = _split(cells[column - 1] if column else "", getattr(dataset, f"{name}_sep"))
             if not parts[name] and name != "features":
                 raise DataError(f"Every line has a {name}", value=f"{path}:{number}: column {column} is empty",

@@ -79,7 +79,9 @@ def test_a_digest_is_that_of_the_content_wherever_it_lies(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a\tb\n\na b\n", r"column 2, the target: .*words\.train\.tsv:3: 1 columns"),
+        ("a b\na\tb\n", r"column 2, the target: .*words\.train\.tsv:1: 1 column"),
+        ("a\tb\n\na b\n", r"as many columns as the first line: .*words\.train\.tsv:3: 1 column, not 2"),
+        ("a\tb\na\tb\tN\n", r"as many columns as the first line: .*words\.train\.tsv:2: 3 columns, not 2"),
         ("a\tb\n\tb\n", r"a source: .*words\.train\.tsv:2: column 1 is empty"),
         ("\n", r"at least one pair: .* is empty"),
     ],
