@@ -285,6 +285,10 @@ class Vocabulary:
         seen = chain.from_iterable((*pair.source, *pair.target) for pair in pairs)
         return {symbol for symbol in seen if symbol not in self._numbers}
 
+    def unknown_features(self, pairs: Iterable[Pair]) -> set[str]:
+        """Returns the features of pairs that the vocabulary lacks."""
+        return {feature for pair in pairs for feature in pair.features if feature not in self._features}
+
     def written(self, numbers: Iterable[int]) -> Symbols:
         """Returns the symbols before the end; padding, start, unknown symbols and features are left out."""
         before = takewhile(lambda number: number != END, numbers)

@@ -4,7 +4,7 @@ Shapes: N pairs in a batch, S symbols of its longest source, F features of the p
 longest target, V symbols of the vocabulary.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils.rnn import pad_sequence
 
 from can_train.errors import ConfigError
+from can_train.io.units import counted
 from can_train.task import Feature
 from can_train.training.sample_task import Task
 from can_train.training.task_values import TEST, TRAIN, VALIDATION, Losses
@@ -30,6 +31,7 @@ _TERM: Final = "cross_entropy"
 _SETS: Final = {pair_tables.TRAIN: TRAIN, pair_tables.DEV: VALIDATION, pair_tables.TEST: TEST}
 # Symbols that a written target may have beyond the longest target of the training pairs.
 _SPARE: Final = 5
+_NAMED: Final = 10  # unknown symbols that a notice names
 
 # Memory grows with padded symbols. The decoder attends from every symbol of the longest target to every symbol of the
 # longest source; the two may belong to different pairs.
@@ -178,8 +180,8 @@ class Seq2seq(Task):
             path = [*self._tables.by_name.values()][-1]
         columns = pair_tables.without_target_column(self.dataset, path, has_features=self.vocabulary.has_features)
         pairs = pair_tables.read_table(path, columns, with_targets=False)
-        if unknown := self.vocabulary.unknown(pairs):
-            self.context.reporter.notice(_unknown_symbols(path.name, unknown))
+        for sentence in self._told_of_unknown(path.name, pairs):
+            self.context.reporter.notice(sentence)
         return [self._unlabelled(pair) for pair in pairs]
 
     def as_sample(self, value: Any) -> Sample:
@@ -226,13 +228,17 @@ class Seq2seq(Task):
         }
 
     def notices(self) -> Sequence[str]:
-        """Names the symbols that the training data lack, and tells how the sets were made."""
-        unknown = {name: self.vocabulary.unknown(pairs) for name, pairs in self._pairs.items()}
-        told = [_unknown_symbols(name, symbols) for name, symbols in unknown.items() if symbols]
+        """Names the symbols and features that the training data lack, and tells how the sets were made."""
+        told = [sentence for name, pairs in self._pairs.items() for sentence in self._told_of_unknown(name, pairs)]
         if covered := self._tables.covered:
             told.append(f"{covered.name} has no targets and is left out; can-train predict RUN --dataset {covered} "
                         "writes them")  # fmt: skip
         return (*super().notices(), *told)
+
+    def _told_of_unknown(self, name: str, pairs: Sequence[Pair]) -> list[str]:
+        unknown = {"symbol": self.vocabulary.unknown(pairs), "feature": self.vocabulary.unknown_features(pairs)}
+        return [f"{counted(len(those), noun)} of {name} {'is' if len(those) == 1 else 'are'} not in the training data: "
+                f"{' '.join(sorted(those)[:_NAMED])}" for noun, those in unknown.items() if those]  # fmt: skip
 
     def data_digest(self) -> str:
         """Returns the digest of the tables."""
@@ -301,7 +307,3 @@ def _features_length(sample: Sample) -> int:
 
 def _padded(sequences: Sequence[Tensor]) -> Tensor:
     return pad_sequence(list(sequences), batch_first=True, padding_value=PAD)
-
-
-def _unknown_symbols(name: str, symbols: Collection[str]) -> str:
-    return f"{len(symbols)} symbols of {name} are not in the training data: {' '.join(sorted(symbols)[:10])}"

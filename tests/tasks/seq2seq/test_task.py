@@ -89,11 +89,12 @@ def test_without_a_development_table_a_tenth_is_kept(make_task: MakeTask, tmp_pa
     assert len(task.notices()) == 1
 
 
-def test_symbols_that_only_tests_have_are_said(make_task: MakeTask, tmp_path: Path) -> None:
-    for name, text in (("train", "a\tb\n"), ("dev", "a\tb\n"), ("test", "xa\tb\n")):
+def test_symbols_and_features_that_only_tests_have_are_said(make_task: MakeTask, tmp_path: Path) -> None:
+    for name, text in (("train", "a\tb\tN\n"), ("dev", "a\tb\tN\n"), ("test", "xa\tb\tN;V;PL\n")):
         (tmp_path / f"{name}.tsv").write_text(text)
     task = make_task(dataset=Seq2seqDatasetSettings(name="few", path=str(tmp_path)))
-    assert task.notices() == ("1 symbols of test are not in the training data: x",)
+    assert task.notices() == ("1 symbol of test is not in the training data: x",
+                              "2 features of test are not in the training data: PL V")  # fmt: skip
 
 
 def test_heads_share_the_width_out() -> None:
