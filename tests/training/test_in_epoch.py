@@ -176,7 +176,10 @@ def test_a_plan_says_how_many_steps_its_epochs_have(tmp_path: Path) -> None:
     session = trained(tmp_path, GrowingTask())
     plan, *_ = plan_summary(session.engine.run_plan, "cpu", 2**30)
     assert "20 samples a step (as asked for), 1 to 3 steps an epoch" in plan
-    assert any("An epoch has only 1 optimizer step" in notice for notice in session.engine.run_plan.phase_plan.notices)
+    assert any(
+        "The shortest epoch has only 1 optimizer step" in notice
+        for notice in session.engine.run_plan.phase_plan.notices
+    )
     (folder,) = (tmp_path / "runs").iterdir()
     progress = read_progress(RunFolder(folder), None)
     assert (progress.step, progress.steps) == (sum(STEPS), sum(STEPS))

@@ -15,6 +15,7 @@ from torch.utils.data import WeightedRandomSampler
 from can_train import Feature, Phase, Task, predict_peak, simulated_gpu
 from can_train.config.settings import TrainingSettings
 from can_train.errors import DataError, DoesNotFitError, Stopped, TaskError
+from can_train.fit.epochs import epoch_shares
 from can_train.fit.explore import Explorer
 from can_train.fit.plan_notices import limits_notices
 from can_train.memory.meters import SimulatedMeter
@@ -562,7 +563,26 @@ def test_epochs_have_as_many_steps_as_their_sampler_asks_for(tmp_path: Path) -> 
     sizes = [sum(map(len, session.epochs.steps(epoch))) for epoch in (0, 1)]
     kept = set((task.validation_rows - 10).tolist())
     assert sizes == [len(set(range(8)) - kept), len(set(range(24)) - kept)]
-    assert session.progress.step == session.total_steps == sum(len(session.epochs.steps(epoch)) for epoch in (0, 1))
+    counts = [len(session.epochs.steps(epoch)) for epoch in (0, 1)]
+    assert session.progress.step == session.total_steps == sum(counts)
+    plan = session.engine.run_plan.phase_plan
+    assert [plan.fewest_steps_per_epoch, plan.steps_per_epoch] == counts
+    assert plan.mean_steps_per_epoch == sum(counts) / 2
+    assert any(notice.startswith("The shortest epoch has only 1 optimizer step:") for notice in plan.notices)
+
+
+def test_the_size_of_late_epochs_of_a_sampler_is_told_by_the_last_one() -> None:
+    asked = list[int]()
+
+    class Long(Growing):
+        def sampler(self, epoch: int) -> list[int]:
+            asked.append(epoch)
+            return [*range(min(10 + epoch, 30))]
+
+    shares = epoch_shares(Long(), (), seed=0, epochs=10**6)
+    assert (shares[0], shares[-1]) == (1.0, 3.0)
+    assert asked[-1] == 10**6 - 1
+    assert len(asked) < 10**4
 
 
 class Growing(Words):

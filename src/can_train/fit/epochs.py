@@ -54,12 +54,25 @@ def size_of_epochs(task: BatchTask, skipped: Sequence[int], *, epochs: int) -> i
     return None if epochs_differ(task, epochs) else task.epoch_size(kept_rows(task, skipped))
 
 
-def epoch_shares(task: BatchTask, skipped: Sequence[int], *, epochs: int) -> tuple[float, ...]:
-    """Returns the samples of each epoch ÷ samples of the last; a single one where epochs are alike."""
-    if not epochs_differ(task, epochs):
+def epoch_shares(task: BatchTask, skipped: Sequence[int], *, seed: int, epochs: int) -> tuple[float, ...]:
+    """Returns the samples of each epoch ÷ samples of the epoch that `planned_orders` yields first; a single share where
+    epochs are alike. Where only the order of an epoch tells its size, the epochs of `planned_orders` and the last stand
+    for all.
+    """
+    if epochs_differ(task, epochs):
+        sizes = [len(kept_rows(task.in_epoch(epoch, epochs), skipped)) for epoch in range(epochs)]
+        return tuple(size / max(sizes[-1], 1) for size in sizes)
+    rows = kept_rows(task, skipped)
+    if task.epoch_size(rows) is not None:
         return (1.0,)
-    sizes = [len(kept_rows(task.in_epoch(epoch, epochs), skipped)) for epoch in range(epochs)]
-    return tuple(size / max(sizes[-1], 1) for size in sizes)
+    looked = dict.fromkeys((*range(min(epochs, _planned_epochs(rows))), epochs - 1))
+    sizes = [len(task.epoch_order(rows, seed=seed, epoch=epoch)) for epoch in looked]
+    return tuple(size / max(sizes[0], 1) for size in sizes)
+
+
+def _planned_epochs(rows: Rows) -> int:
+    """Returns the number of epochs of these samples that a plan is made for at most."""
+    return 1 + _OTHER_ROWS // max(len(rows), 1)
 
 
 def packed_rows(task: BatchTask, rows: Rows) -> Rows:
@@ -83,7 +96,7 @@ def planned_orders(task: BatchTask, skipped: Sequence[int], *, seed: int, epochs
                               remedy="Choose a larger device, or a smaller model by its settings (--set)")  # fmt: skip
     if not epochs_differ(task, epochs):
         # Each epoch has other batches, and the largest of all of them makes the run's peak.
-        for epoch in range(1 if task.in_order else min(epochs, 1 + _OTHER_ROWS // len(rows))):
+        for epoch in range(1 if task.in_order else min(epochs, _planned_epochs(rows))):
             yield task.planned_order(rows, seed=seed, epoch=epoch)
         return
     # The rows of the last epoch are the task's own: a dry run repeats a sample of the data to its full length, which

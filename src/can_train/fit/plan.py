@@ -45,7 +45,8 @@ class PlanRequest:
     ranks: int = 1  # Processes that share a logical batch, each on a device of its own
     # A batch of more units of the main feature becomes several optimizer steps; infinite: never.
     preflight_threshold: float = math.inf
-    # Samples of each epoch ÷ samples of the last, which has all; a single one where epochs are alike.
+    # Samples of each epoch ÷ samples of the epoch that is planned: the last one where the task differs from epoch to
+    # epoch, else the first one. A single share where epochs are alike.
     epoch_shares: tuple[float, ...] = (1.0,)
     bucketed: bool = False  # Whether batches hold samples of about the same size
 
@@ -78,7 +79,7 @@ class PhasePlan:
 
     logical_batch: int  # Samples that one optimizer step sees
     rules: SplitRules  # How it is cut, limits included
-    # Optimizer steps of the first epoch, or of the last one where epochs differ; the last step may see fewer samples.
+    # Optimizer steps of the longest epoch; the last step may see fewer samples.
     steps_per_epoch: int
     # Fewest and mean optimizer steps over all epochs.
     fewest_steps_per_epoch: int
@@ -147,7 +148,7 @@ def resolve_plan(
     return PhasePlan(
         logical_batch=logical,
         rules=rules,
-        steps_per_epoch=num_steps,
+        steps_per_epoch=max(counts),
         fewest_steps_per_epoch=min(counts),
         mean_steps_per_epoch=sum(counts) / len(counts),
         fewest_parts=min(len(parts) for parts in sizes),
@@ -162,7 +163,7 @@ def resolve_plan(
         safety_factor=None if tuned_limit is None else factor,
         notices=(
             *_batch_notices(request, order, logical, rules.safe_limit),
-            *_epoch_notices(request, by_epoch[0], min(counts), logical, num_batches),
+            *_epoch_notices(request, by_epoch[0], counts, logical, num_batches),
             *_divisor_notices(sizes, shares, rules),
         ),
     )
@@ -318,12 +319,12 @@ def spare_room(request: PlanRequest, logical_batch: int, dataset_size: int, room
 
 
 def _epoch_notices(
-    request: PlanRequest, steps: list[BatchCosts], fewest: int, logical_batch: int, num_batches: int
+    request: PlanRequest, steps: list[BatchCosts], counts: list[int], logical_batch: int, num_batches: int
 ) -> Iterator[str]:
     """Says where weights move only a few times per epoch, by single samples, or by less than a logical batch."""
-    if fewest < _FEW_STEPS:
-        few = counted(fewest, "optimizer step")
-        yield f"An epoch has only {few}: smaller batches, or more epochs, move the weights more often"
+    if (fewest := min(counts)) < _FEW_STEPS:
+        few, epoch = counted(fewest, "optimizer step"), "An epoch" if fewest == max(counts) else "The shortest epoch"
+        yield f"{epoch} has only {few}: smaller batches, or more epochs, move the weights more often"
     if logical_batch == 1:
         yield "A batch is a single sample: gradients are noisy, and BatchNorm has no statistics"
     elif len(steps) > 1 and len(steps[-1]) == 1:

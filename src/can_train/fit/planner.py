@@ -210,7 +210,7 @@ class Planner:
 
     def request(self) -> PlanRequest:
         """Translates the settings into a request."""
-        shares = epoch_shares(self.task, (), epochs=self.training.epochs)
+        shares = epoch_shares(self.task, (), seed=self.training.seed, epochs=self.training.epochs)
         return replace(plan_request(self.training, ranks=self.ranks), epoch_shares=shares)
 
     def make(self, factor: FactorRule) -> RunPlan:
@@ -568,7 +568,8 @@ class Planner:
         # Buffers of shards come and go with other ranks.
         needs_no_margin = is_uniform and self.explorer.rung.ranks == 1
         decided = rule.decide(limits if request.searches else None, is_uniform=needs_no_margin)
-        request = replace(request, epoch_shares=epoch_shares(self.task, skipped, epochs=training.epochs))
+        shares = epoch_shares(self.task, skipped, seed=training.seed, epochs=training.epochs)
+        request = replace(request, epoch_shares=shares)
         resolve = partial(
             resolve_plan,
             order=order,
