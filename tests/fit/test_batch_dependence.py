@@ -1,5 +1,6 @@
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -91,6 +92,8 @@ def test_batch_normalisation_is_named() -> None:
             f"square by {found.terms['square']:.1%}"
         )
     ]
+    (slight,) = replace(found, terms={"square": 8e-6}).sentences(split=False)
+    assert slight.endswith("the gradient of square by less than 0.1%")
     (of_ranks,) = found.sentences(split=False, ranks=4)
     assert "micro-batches, and the shares of 4 processes, change the gradient of square" in of_ranks
 

@@ -10,15 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from can_train.errors import DoesNotFitError
+from can_train.errors import DoesNotFitError, OutOfMemoryDetails
 from can_train.fit.cost_model import SearchResult
 from can_train.fit.epochs import kept_rows
 from can_train.fit.explore import ProbeBounds, Search, SearchTime, fit_by_probes
 from can_train.fit.factor_rule import EarlierSearch, FactorRule, RememberedLimit, RememberedLimits
 from can_train.fit.packing import BatchCosts
-from can_train.fit.planner import Planner, plan_request
+from can_train.fit.planner import Planner, on_no_rung, plan_request
 from can_train.fit.run_plan import RunPlan, still_fits
-from can_train.fit.rungs import ModuleCost
+from can_train.fit.rungs import ModuleCost, Rung
 from can_train.fit.search import Peak, SearchBounds, find_phase_limit, pack_worst_case
 from can_train.memory.meters import CpuMeter, open_meter
 from can_train.task import Feature
@@ -73,6 +73,15 @@ def planned(folder: Path, task: LineTask, capacity_units: float, **training: Any
     run = line_run(folder, **training)
     planner = Planner(run=run, task=task, model=task.build_model(), meter=meter, reporter=reporter)
     return planner.make(FACTOR), reporter
+
+
+def test_the_memory_on_further_rungs_is_told_as_a_rough_figure() -> None:
+    def error(need_mib: int) -> DoesNotFitError:
+        return DoesNotFitError("A sample must fit", value=f"{need_mib}", remedy="Take less",
+                               details=OutOfMemoryDetails(need_bytes=need_mib * 2**20))  # fmt: skip
+
+    first = on_no_rung({Rung(): error(6), Rung(recompute=("net",)): error(4)})
+    assert first.value == "6, and about 4.0 MiB with --fit recompute"
 
 
 def test_the_law_of_the_memory_is_found_and_the_limit_tried(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 
 import can_train
 from can_train.cli.main import main
-from can_train.errors import CanTrainError
+from can_train.errors import ArgumentError, CanTrainError
 
 Said = Callable[..., str]
 
@@ -526,6 +526,24 @@ def test_a_loaded_model_predicts_as_the_command_does(
     assert [float(shares[1]) for shares in predictions] == [float(row["probability_1"]) for row in rows]
 
 
+@pytest.mark.parametrize("wrong", [None, 5, torch.tensor(1.0)], ids=str)
+def test_a_value_that_holds_no_samples_is_told_as_the_argument(run_of: Callable[[str], Path], wrong: Any) -> None:
+    run = run_of("Streamed")
+    model = can_train.load(run.name, device="cpu", runs_dir=run.parent)
+    with pytest.raises(ArgumentError, match=r"Samples are a list.*\n.*predict\(\[sample\]\)"):
+        model.predict(wrong)
+
+
+def test_an_error_of_samples_that_are_given_is_their_own(run_of: Callable[[str], Path]) -> None:
+    def broken() -> Iterator[Any]:
+        raise KeyError("mine")
+        yield
+
+    run = run_of("Streamed")
+    with pytest.raises(KeyError, match="mine"):
+        can_train.load(run.name, device="cpu", runs_dir=run.parent).predict(broken())
+
+
 def test_a_run_that_has_not_finished_cannot_be_loaded(run_of: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(CanTrainError, match="There is no such run"):
         can_train.load("nobody", runs_dir=tmp_path)
@@ -536,7 +554,7 @@ def test_a_run_that_has_not_finished_cannot_be_loaded(run_of: Callable[[str], Pa
 
 def test_code_of_another_user_runs_when_it_is_asked_for(run_of: Callable[[str], Path], tmp_path: Path) -> None:
     run = run_of("Streamed")
-    with pytest.raises(CanTrainError, match="not known to be yours"):
+    with pytest.raises(CanTrainError, match=r"(?s)not known to be yours.*load\(run, trust_code=True\) runs it"):
         can_train.load(run, state_dir=tmp_path, device="cpu")
     assert can_train.load(run, state_dir=tmp_path, device="cpu", trust_code=True).run_id == run.name
 

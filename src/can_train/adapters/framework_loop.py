@@ -44,7 +44,7 @@ from can_train.factors.observations import ALLOCATOR, Observation, Outcome, next
 from can_train.factors.observing import AttemptRecord, PlannedMemory, device_of, make_observation, write_observation
 from can_train.factors.policies import make_policy
 from can_train.factors.store import FactorStore, rule_after
-from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, change_by_draws
+from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, change_by_draws, percent
 from can_train.fit.collate import Rows, leaves, numbers_in, samples_in, select_samples
 from can_train.fit.cost_model import DeviceLimits, SearchResult
 from can_train.fit.engine import Engine
@@ -768,7 +768,7 @@ class FrameworkLoop:
             self.kinds.judge_means(list(trial.shares.values()) if len(trial.shares) == len(SPLIT) else None)
         if dependence.terms and not dependence.modules:
             # No layer is the reason.
-            raise self.refuse(f"cutting it changes its gradient by {dependence.terms[LOSS]:.1%}")
+            raise self.refuse(f"cutting it changes its gradient by {percent(dependence.terms[LOSS])}")
         dependence.warn()
 
     def _draws_alone(self, trial: _Parts, dependence: BatchDependence) -> bool:

@@ -52,6 +52,7 @@ _WITH_DROPOUT: Final = {
 # Functions whose results are random numbers, in torch and of tensors.
 _DRAWS: Final = re.compile(r"(rand|randn|normal|bernoulli|poisson)(_like)?|(normal|uniform|bernoulli|exponential)_")
 _DRAWN: Final = 0.5  # Takes the place of random numbers where samples must have the same ones in a part as in the whole
+_LEAST_SHOWN: Final = 0.001  # Relative difference below which a sentence gives a bound: 0.0% reads as none
 _COUNT_TOLERANCE: Final = 1e-6  # Relative difference of two sums of denominators that is round-off
 
 
@@ -93,6 +94,11 @@ class LossFault:
         return f"Give the number n of items in the sum: {{{term!r}: (total, n)}}"
 
 
+def percent(difference: float) -> str:
+    """Writes a relative difference that is more than round-off."""
+    return f"{difference:.1%}" if difference >= _LEAST_SHOWN else f"less than {_LEAST_SHOWN:.1%}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchDependence:
     """The changes of a gradient by a split."""
@@ -116,7 +122,7 @@ class BatchDependence:
         sentences += [f"{fault.fact(term)}. {fault.remedy(term)}" for term, fault in self.faults.items()]
         if self.terms:
             through = f" through {', '.join(self.modules)}" if self.modules else ""
-            largest = ", ".join(f"{term} by {difference:.1%}" for term, difference in self.terms.items())
+            largest = ", ".join(f"{term} by {percent(difference)}" for term, difference in self.terms.items())
             depend = f"Samples depend on the rest of their batch{through}"
             parts = f"micro-batches, and the shares of {ranks} processes," if ranks > 1 else "micro-batches"
             sentences.append(f"{depend}: {parts} change the gradient of {largest}")

@@ -814,9 +814,10 @@ def on_no_rung(failures: Mapping[Rung, DoesNotFitError]) -> DoesNotFitError:
         return on_host
     # Weights and the optimizer's state take as much on all of them.
     further = [(rung, error) for rung, error in others if error.rule == first.rule and error.value != first.value]
-    # Of rungs with the same name, the last one goes furthest.
+    # Of rungs with the same name, the last one goes furthest. The cost model of a rung tells the memory roughly: an
+    # explanation beside the error may have recorded it.
     needs = {
-        rung.name: f"{size_text(error.details.need_bytes)} with --fit {rung.name}"
+        rung.name: f"about {size_text(error.details.need_bytes)} with --fit {rung.name}"
         for rung, error in further
         if error.details.need_bytes is not None
     }

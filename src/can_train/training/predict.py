@@ -22,14 +22,17 @@ from can_train.config.compose import prediction_run
 from can_train.config.resolved import FinishedModel, PathSettings, ResolvedRun, data_root, state_folder, with_folders_of
 from can_train.config.task_settings import load_object, load_task_settings, task_names
 from can_train.errors import (
+    ArgumentError,
     CanTrainError,
     CheckpointError,
     ConfigError,
     DataError,
     RunError,
     TaskError,
+    UntrustedCodeError,
     check_flags,
     check_kinds,
+    shown,
 )
 from can_train.fit.packing import MicroBatchLimit
 from can_train.fit.precision import Precision, tf32
@@ -192,7 +195,11 @@ def load(  # noqa: PLR0913 - a person gives few of them
     paths = PathSettings(data_root=str(data_root or ""), state_dir=str(state_dir or ""))
     trust = CodeTrust(state=state, trusts_all=trust_code)
     options = LoadOptions(device=device, weights=weights, paths=paths, trust=trust)
-    return load_model(find_run(runs, os.fspath(run)).folder.path, options)
+    try:
+        return load_model(find_run(runs, os.fspath(run)).folder.path, options)
+    except UntrustedCodeError as error:
+        error.remedy = "Read the code first; load(run, trust_code=True) runs it"
+        raise
 
 
 def load_model(path: Path, options: LoadOptions) -> LoadedModel:
@@ -434,7 +441,15 @@ class SampleModel(LoadedModel):
     def predict(self, samples: Any) -> list[Any]:
         """Returns the predictions of some samples, in their order."""
         if not isinstance(samples, SamplesToPredict):
-            values = [samples] if isinstance(samples, str) else samples
+            try:
+                values = iter([samples] if isinstance(samples, str) else samples)
+            except TypeError as error:
+                raise ArgumentError(
+                    "Samples are a list, or another iterable of them",
+                    value=shown(samples),
+                    remedy="Give a list, also of a single sample: predict([sample])",
+                ) from error
+            values = [*values]
             with self.task.asked("as_sample"):
                 made = [self.task.as_sample(value) for value in values]
             if not made:
