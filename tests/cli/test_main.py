@@ -94,7 +94,10 @@ def test_help_all_shows_every_option_in_a_group(capsys: pytest.CaptureFixture[st
         ((*TRAIN, "--target-gpu", "t4"), "--target-gpu has no effect without --dry-run"),
         ((*TRAIN, "--dry-run", "--target-gpu", "a100"), "Say a100-40gb or a100-80gb"),
         ((*TRAIN, "--dry-run", "--target-memory", "16"), "A size is a number above zero with its unit"),
-        ((*TRAIN, "--dry-run", "--target-memory", "600MiB"), "of which a training cannot use 2.24 GiB: 600MiB"),
+        (
+            (*TRAIN, "--dry-run", "--target-memory", "600MiB"),
+            "cannot use 2.24 GiB of a GPU's memory, and this GPU has less in all: 600MiB",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_words_with_exit_code_2(

@@ -266,7 +266,7 @@ def test_a_plan_with_v_names_the_largest_parts(tmp_path: Path, capsys: pytest.Ca
     assert all("MiB  " in line for line in lines[first + 1 : first + 6])
     # The plan predicts the peak whose parts these are.
     (peak,) = (float(line.split()[2]) for line in lines if line.strip().startswith("predicted peak"))
-    assert float(lines[first].split(" has a peak of ")[1].split()[0]) == pytest.approx(peak, rel=0.05)
+    assert float(lines[first].split(" peaks at ")[1].split()[0]) == pytest.approx(peak, rel=0.05)
 
 
 def test_an_out_of_memory_that_ends_a_run_names_the_largest_parts(

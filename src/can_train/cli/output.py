@@ -72,7 +72,7 @@ class Verbosity(Enum):
 
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result, and errors.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print also every baseline, and what a plan rests on.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print all figures, and what they rest on.")]
 
 
 def print_text(text: str, *, end: str = "\n") -> None:

@@ -471,7 +471,7 @@ class TrainingSettings:
     """Samples below which a batch is never split."""
     fit: str = "auto"
     """How far a step goes to fit, with the same gradient: split, recompute, offload (saved tensors), offload-optimizer,
-    offload-all, shard; auto: the first to fit."""
+    offload-all, shard; auto: the first to fit; off: an out-of-memory error ends the run."""
     recompute: list[str] = field(default_factory=list)
     """Modules that the backward pass computes again, by name or pattern: [layers.*]; none: chosen from the model."""
     adaptive_micro_batch: bool = True

@@ -447,7 +447,7 @@ def target_card(text: str) -> Card:
         return find_card(text)
     reserved = sum(use.num_bytes for use in usable(card).subtracted)
     if reserved >= card.total_bytes:
-        rule = f"A GPU is named by its whole memory, of which a training cannot use {size_text(reserved)}"
+        rule = f"A training cannot use {size_text(reserved)} of a GPU's memory, and this GPU has less in all"
         remedy = "Give a larger one: 16GiB; or give what a training can use: --device sim:512MiB"
         raise ConfigError(rule, value=text, remedy=remedy)
     return card

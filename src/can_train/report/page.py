@@ -261,7 +261,8 @@ def _memory_parts(folder: RunFolder) -> str:
         line = with_command_name(f"can-train explain {folder.run_id}")
         return _missing(f"They have not been recorded. This line records them, and the next report shows them: {line}")
     samples, peak = counted(explained["samples"], "sample"), size_text(explained["peak_bytes"])
-    about = f"A micro-batch of {samples} has a peak of {peak} on {explained['device']}, {explained['basis']}."
+    where = f"{peak} on {explained['device']}, {explained['basis']}"
+    about = f"The costliest micro-batch ({samples}) peaks at {where}."
     rows = [(part["kind"], part["module"] or "-", part["operation"] or "-", size_text(part["num_bytes"]))
             for part in explained["parts"][:_LARGEST_PARTS]]  # fmt: skip
     table = _table(TextTable("Largest parts", ("kind", "module", "operation", "size"), rows))

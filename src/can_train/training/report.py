@@ -352,7 +352,7 @@ def part_lines(plain: Mapping[str, Any]) -> list[str]:
     samples, peak = counted(plain["samples"], "sample"), size_text(plain["peak_bytes"])
     whole = " with the whole model" if plain.get("ranks", 1) > 1 else ""
     return [
-        f"A micro-batch of {samples}{whole} has a peak of {peak}. Its largest parts:",
+        f"The costliest micro-batch ({samples}{whole}) peaks at {peak}. Its largest parts:",
         *(f"  {size:>{width}}  {_part_text(part)}" for size, part in zip(sizes, largest, strict=True)),
         *_rung_lines(plain.get("rungs", {})),
     ]

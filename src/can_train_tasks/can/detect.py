@@ -29,7 +29,8 @@ def detect(  # noqa: PLR0913 - Typer makes an option of each argument
     run: Run,
     *,
     input_: Annotated[
-        str, typer.Option("--input", help="- is standard input (candump); or a CAN interface: can0.", metavar="WHAT")
+        str,
+        typer.Option("--input", help="- is standard input (candump); a CAN interface: can0; or a log.", metavar="WHAT"),
     ] = "-",
     threshold: Threshold = None,
     calibrate: Calibrate = None,

@@ -77,7 +77,7 @@ _SUMMARY_LEGEND: Final = (
     "recall@1%: attack windows found where 1 % of the benign ones are flagged",
     "alarms/h: false alarms in an hour of benign traffic",
 )
-_NOT_BEATEN: Final = "does not beat"  # begins the remark that the summary has as a column
+_NOT_BEATEN: Final = "does not surely beat"  # begins the remark that the summary has as a column
 
 # Scores windows: `score(rows)` with the trained model, `score(rows, role)` with the reference model of that role.
 Score = Callable[..., Floats]

@@ -60,7 +60,7 @@ HoldOption = Annotated[
     Hold | None,
     typer.Option(
         "--hold",
-        help="Raise an alarm when M of the last N samples are flagged: 2/3. [of detect: 1/1]",
+        help="Raise an alarm when M of the last N samples are flagged: 2/3. [detect: 1/1]",
         metavar="M/N",
         parser=_parse_hold,
     ),

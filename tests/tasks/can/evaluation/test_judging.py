@@ -94,7 +94,7 @@ def test_the_baselines_are_compared_with_the_model_and_named_where_it_does_not_b
     told = judged((LABEL == 1).astype(float), options=OPTIONS)["test"]["test_01"]
     assert list(told["baselines"]) == BASELINES
     assert told["baselines"]["random_forest"]["mcc"] == 1.0
-    assert told["remarks"] == ["does not beat id_lookup (1.000), random_forest (1.000) on MCC (0.577)" + FEW]
+    assert told["remarks"] == ["does not surely beat id_lookup (1.000), random_forest (1.000) on MCC (0.577)" + FEW]
 
 
 def test_a_forest_is_judged_by_the_mean_over_its_seeds_with_the_range_beside():
@@ -138,7 +138,7 @@ def test_another_detector_is_compared_with_the_model_with_a_threshold_of_its_own
     assert {name: figures["mcc"] for name, figures in told["references"].items()} == {"rival": 1.0, "stranger": 1.0}
     assert list(told["baselines"]) == BASELINES
     unbeaten = "rival (1.000), stranger (1.000), id_lookup (1.000), random_forest (1.000)"
-    assert told["remarks"] == [f"does not beat {unbeaten} on MCC (0.577){FEW}"]
+    assert told["remarks"] == [f"does not surely beat {unbeaten} on MCC (0.577){FEW}"]
 
 
 def test_a_detector_beside_the_model_has_finite_scores_too():
@@ -224,8 +224,8 @@ def test_what_the_figures_hide_is_said(is_attack, flagged, remark):
     ("interval", "said"),
     [
         ((0.1, 0.3), []),
-        ((0.0, 0.3), ["does not beat rival (0.577) on MCC (1.000)"]),
-        ((-0.2, -0.1), ["does not beat rival (0.577) on MCC (1.000)"]),
+        ((0.0, 0.3), ["does not surely beat rival (0.577) on MCC (1.000)"]),
+        ((-0.2, -0.1), ["does not surely beat rival (0.577) on MCC (1.000)"]),
     ],
 )
 def test_a_rival_is_beaten_where_the_interval_of_the_difference_says_so(interval, said):
@@ -239,7 +239,7 @@ def test_without_an_interval_only_a_larger_correlation_beats_and_that_is_said():
     ahead, even = MccDifference(mcc=0.4, low=None, high=None), MccDifference(mcc=0.0, low=None, high=None)
     assert remarks(strong, {"weak": weak}, {"weak": ahead}, unlabelled_windows=0) == []
     told = remarks(weak, {"weak": weak}, {"weak": even}, unlabelled_windows=0)
-    assert told == ["does not beat weak (0.577) on MCC (0.577)" + FEW]
+    assert told == ["does not surely beat weak (0.577) on MCC (0.577)" + FEW]
 
 
 def test_overlapping_windows_do_not_lengthen_the_observed_time():
@@ -354,7 +354,9 @@ def test_the_summary_has_a_row_for_each_folder_with_the_best_baseline_and_whethe
 def test_a_summary_without_baselines_claims_no_comparison_and_has_each_remark_once():
     good = scored_figures([1, 0], [1, 0])
     judgement = judgement_with(good, {})
-    folder = judged_folder(good) | {"remarks": ["flags everything", "does not beat id_lookup (1.000) on MCC (1.000)"]}
+    folder = judged_folder(good) | {
+        "remarks": ["flags everything", "does not surely beat id_lookup (1.000) on MCC (1.000)"]
+    }
     judgement["test"] = {"one": folder, "two": folder, "three": judged_folder(good)}
     assert summary_tables(judgement)[0].notes[0] == "one, two: flags everything."
 
