@@ -200,9 +200,7 @@ def test_the_parts_of_the_memory_are_a_treemap_and_a_table(shelf: Shelf) -> None
     run.memory_parts_path.write_text(json.dumps(EXPLAINED))
     text = page(run, shelf)
     assert "Parts of the peak of 2.0 MiB" in captions(text)
-    assert (
-        "The costliest micro-batch (7 samples) peaks at 2.0 MiB on sim-100mib, run on the CPU." in text
-    )
+    assert "The costliest micro-batch (7 samples) peaks at 2.0 MiB on sim-100mib, run on the CPU." in text
     # Parts that are too small to be seen are one tile, and the table has the largest.
     assert "saved activations: 2.0 MiB, 100%, 13 smaller parts" in text
     assert "layers.11</td>" in text

@@ -63,6 +63,13 @@ def test_folders_may_name_the_home_directory_and_variables(written: Path, monkey
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("folder", ["$NOT_SET/runs", "/scratch/${NOT_SET}"])
+def test_a_folder_with_a_variable_that_is_not_set_is_refused(written: Path, folder: str) -> None:
+    written.write_text(f"cache: {folder}\n")
+    with pytest.raises(ConfigError, match=r"cache names a variable that is not set: \$\{?NOT_SET\}?"):
+        user_file()
+
+
 def test_folders_come_after_flags_and_the_environment(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written.write_text("data_root: /file/data\nstate_dir: /file/state\n")
     assert (data_root(PathSettings()), state_dir(PathSettings())) == (Path("/file/data"), Path("/file/state"))

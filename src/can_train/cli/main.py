@@ -54,7 +54,7 @@ _EPILOG: Final = """Other commands, each with its own --help:
 \b
 {listed}
 
--h is short for --help; --version prints the version.
+-h is short for --help; --version prints the version; --debug shows the traceback of an error.
 """
 
 _COMMANDS: Final = {

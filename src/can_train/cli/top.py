@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from can_train.cli.output import full_screen, print_text
+from can_train.cli.output import full_screen, print_note, print_text
 from can_train.cli.run_locator import RunLocator, RunsDir, StateDir
 from can_train.errors import printable, with_command_name
 from can_train.io.records import parse_object
@@ -48,8 +48,11 @@ def top(
     locator = RunLocator(runs_dir, state_dir)
     locator.check_folder()
     if not (sys.stdout.isatty() and sys.stdin.isatty()):
-        for row in map(make_row, live_runs(locator)):
+        rows = [*map(make_row, live_runs(locator))]
+        for row in rows:
             print_text("  ".join(row))
+        if not rows:
+            print_note("No run trains or waits")
         return
     with suppress(KeyboardInterrupt):
         _watch(locator, interval)

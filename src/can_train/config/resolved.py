@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
@@ -42,6 +43,7 @@ NO_TRACKER: Final = "off"
 USER_SETTINGS: Final = ("cluster", "tracker", *PATH_FLAGS, *CLUSTER_FLAGS)
 """Settings that the user's settings file may have."""
 
+_VARIABLE: Final = re.compile(r"\$(?:\w+|\{\w+\})")
 _DO_WITHOUT: Final = "Correct it, or do without: export CAN_TRAIN_CONFIG=/dev/null"
 _CACHE: Final = "can-train-cache"  # folder of prepared data, in the folder that a person names for them
 _USER_FILE: Final = "CAN_TRAIN_CONFIG"  # variable that names a person's settings file
@@ -365,7 +367,13 @@ def user_file(environ: Mapping[str, str] = os.environ) -> UserFile:
         if not isinstance(value, str) or not value:
             remedy = "Give it one value, or remove the line"
             raise ConfigError(f"{path}: {key} must have one value", value=repr(value), remedy=remedy)
-        values[name] = str(_expanded(value)) if name in PATH_FLAGS else value
+        if name in PATH_FLAGS:
+            value = os.path.expandvars(value)
+            if unset := _VARIABLE.search(value):
+                raise ConfigError(f"{path}: {key} names a variable that is not set", value=unset[0],
+                                  remedy="Set it, or write the folder itself")  # fmt: skip
+            value = str(_home_expanded(value))
+        values[name] = value
     return UserFile(path, values)
 
 
