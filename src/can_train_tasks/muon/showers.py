@@ -69,6 +69,7 @@ _PART_BYTES: Final = 2**22  # Of a parquet file, which does not tell how many mu
 PRIMARY_LIST: Final = "primary"  # Parquet column
 PRIMARY_ARRAYS: Final = ("primaries", "conditions")  # HDF5 datasets
 _MATRIX: Final = 2  # Dimensions of the primaries and of the muons
+_LINE: Final = "line of the file"  # A column beside those of a file
 _ABOVE_ZERO: Final = "must be greater than 0"
 _EVENTS_REMEDY: Final = "Write the events as cr_muons does, or one line a muon: docs/muon.md"
 
@@ -269,20 +270,40 @@ def _read_columns(path: Path) -> _Table:
 
     is_csv = path.suffix.lower() == ".csv"
     line, first = ("line", 2) if is_csv else ("row", 1)  # the header of CSV is line 1
-    frame = polars.read_csv(path, infer_schema=False) if is_csv else polars.read_parquet(path)
-    lists = [name for name, kind in frame.schema.items() if isinstance(kind, polars.List | polars.Array)]
-    if lists:
+    if is_csv:
+        frame = polars.read_csv(path, infer_schema=False)
+    else:
+        # Other columns may be lists of other lengths.
+        frame = polars.read_parquet(path, columns=_used([*polars.read_parquet_schema(path)]))
+    used, showers, empty = _used(frame.columns), len(frame), 0
+    frame = frame.with_columns(polars.int_range(first, showers + first).alias(_LINE))
+    if lists := [name for name in used if frame.schema[name].is_nested()]:
         # The file has one line for each shower, with its muons in lists.
-        frame = frame.explode(lists).drop_nulls(lists)
-    columns = {}
-    for name in _used(frame.columns):
+        frame = _with_muons(path, frame.with_columns(polars.col(polars.Array).arr.to_list()), lists)
+        empty, frame = showers - len(frame), frame.explode(lists)
+    columns, lines = {}, frame[_LINE].to_numpy()
+    for name in used:
         numbers = frame[name].cast(polars.Float64, strict=False)
         if numbers.null_count():
             row = int(numbers.is_null().arg_max() or 0)
-            raise DataError(f"{path}, {line} {row + first}: {name} must be a number", value=repr(frame[name][row]),
+            raise DataError(f"{path}, {line} {lines[row]}: {name} must be a number", value=repr(frame[name][row]),
                             remedy="Correct the line or leave it out")  # fmt: skip
         columns[name] = numbers.to_numpy().astype(np.float64)
-    return _Table(path=path, columns=columns, lines=np.arange(first, len(frame) + first), line=line)
+    return _Table(path=path, columns=columns, lines=lines, line=line, empty=empty)
+
+
+def _with_muons(path: Path, frame: Any, lists: Sequence[str]) -> Any:
+    """Leaves out showers whose lists are empty or missing; raises DataError where only some of them are as long."""
+    import polars
+
+    lengths = frame.select(polars.col(lists).list.len().fill_null(0))
+    unequal = lengths.max_horizontal() != lengths.min_horizontal()
+    if unequal.any():
+        row = int(unequal.arg_max())
+        raise DataError(f"{path}, row {frame[_LINE][row]}: the lists of a shower have a number for each muon",
+                        value=", ".join(f"{name} has {count}" for name, count in lengths.row(row, named=True).items()),
+                        remedy="Correct the line or leave it out")  # fmt: skip
+    return frame.filter(lengths.max_horizontal() > 0)
 
 
 def _hdf5_file(path: Path) -> _Source:

@@ -101,6 +101,32 @@ def test_a_line_a_shower_with_lists_is_read(tmp_path: Path) -> None:
     assert showers.muons["y"].tolist() == [4.0, 5.0, 6.0]
 
 
+def showers_with_lists(folder: Path, **lists: list[Any]) -> Path:
+    frame = polars.DataFrame({
+        "event": [1, 2, 3], "primary_id": [14, 402, 14], "primary_E_GeV": [1e5, 2e5, 1e5],
+        "primary_zenith_rad": [0.0, 0.5, 0.1], "x_m": [[1.0, 2.0], [], [3.0]], "y_m": [[4.0, 5.0], [], [6.0]], **lists,
+    })  # fmt: skip
+    frame.write_parquet(folder / "showers.parquet")
+    return folder / "showers.parquet"
+
+
+@pytest.mark.parametrize("cells", [[[None, 1.0], [], [2.0]], [[1.0, 2.0, 3.0], [], [None]], [None, [7.0], None]])
+def test_lists_that_are_not_read_take_no_muon_away(tmp_path: Path, cells: list[Any]) -> None:
+    showers = of_file(showers_with_lists(tmp_path, p_z=cells))
+    assert showers.muons["y"].tolist() == [4.0, 5.0, 6.0]
+    assert (showers.counts.tolist(), showers.empty) == ([2, 1], 1)
+
+
+@pytest.mark.parametrize(
+    ("cells", "said"),
+    [([[0.0, 1.0], [], [None]], "t_ns must be a number: None"),
+     ([[0.0, 1.0], None, None], "the lists of a shower have a number for each muon: x_m has 1, y_m has 1, t_ns has 0")],
+)  # fmt: skip
+def test_a_missing_number_in_a_list_is_refused_with_its_shower(tmp_path: Path, cells: list[Any], said: str) -> None:
+    with pytest.raises(DataError, match=rf"showers\.parquet, row 3: {said}"):
+        of_file(showers_with_lists(tmp_path, t_ns=cells))
+
+
 def test_particles_other_than_muons_are_left_out_and_events_of_each_file_are_its_own(tmp_path: Path) -> None:
     one = csv_of(tmp_path, *GOOD, "1,14,1e5,0.1,3,-1,nan,3,1")
     two = tmp_path / "more.csv"
