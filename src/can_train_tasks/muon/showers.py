@@ -44,6 +44,7 @@ _WHOLE: Final = 1e-3  # A mass that is no further from a whole number is a numbe
 _MAX_NUCLEONS: Final = 300
 _NUCLEON_IDS: Final = (13, 14, 15, 25)  # CORSIKA's neutron, proton and their antiparticles
 _FIRST_NUCLEUS_ID: Final = 200  # CORSIKA numbers a nucleus 100 · A + Z
+_PDG_IDS: Final = (2112, 2212)  # PDG's neutron and proton; as CORSIKA's numbers, nuclei that live for seconds
 _PROTON_ID: Final = 14
 
 # The columns of cr_muons' events by their number; empty: a number that is not used. Identifiers come first where there
@@ -71,6 +72,8 @@ PRIMARY_ARRAYS: Final = ("primaries", "conditions")  # HDF5 datasets
 _MATRIX: Final = 2  # Dimensions of the primaries and of the muons
 _LINE: Final = "line of the file"  # A column beside those of a file
 _ABOVE_ZERO: Final = "must be greater than 0"
+_PRIMARY_RULE: Final = ("must be CORSIKA's number of a nucleon or nucleus, not PDG's: 14 is a proton, 100·A + Z a "
+                        "nucleus")  # fmt: skip
 _EVENTS_REMEDY: Final = "Write the events as cr_muons does, or one line a muon: docs/muon.md"
 
 
@@ -620,13 +623,15 @@ def rules_of_primaries(columns: Mapping[str, Floats]) -> Iterator[tuple[str, NDA
     energy, zenith, primary, depth = (columns[name] for name in (ENERGY, ZENITH, PRIMARY, DEPTH))
     yield ENERGY, energy > 0, _ABOVE_ZERO
     yield ZENITH, (zenith >= 0) & (zenith < np.pi / 2), "must be at least 0 and less than π/2"
-    yield PRIMARY, mass_of(primary) > 0, "must be CORSIKA's number of a nucleon or nucleus (100·A + Z)"
+    yield PRIMARY, mass_of(primary) > 0, _PRIMARY_RULE
     yield DEPTH, depth > 0, _ABOVE_ZERO
 
 
 def mass_of(primary_id: Floats) -> Floats:
-    """Returns the number of nucleons; 0 for a particle that is no nucleus."""
-    nucleus = np.where(primary_id >= _FIRST_NUCLEUS_ID, primary_id // 100, 0.0)
+    """Returns the number of nucleons; 0 for a number that CORSIKA has for no nucleus."""
+    nucleons, protons = np.divmod(primary_id, 100)
+    is_nucleus = (primary_id >= _FIRST_NUCLEUS_ID) & (nucleons <= _MAX_NUCLEONS) & (protons <= nucleons)
+    nucleus = np.where(is_nucleus & ~np.isin(primary_id, _PDG_IDS), nucleons, 0.0)
     return np.where(np.isin(primary_id, _NUCLEON_IDS), 1.0, nucleus)
 
 

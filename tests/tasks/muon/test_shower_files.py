@@ -147,6 +147,10 @@ def test_particles_other_than_muons_are_left_out_and_events_of_each_file_are_its
         ("3,14,0,0.2,6,3.1,9,10,1001", r"line 5: primary_E_GeV must be greater than 0: 0"),
         ("3,14,1e5,1.6,6,3.1,9,10,1001", r"line 5: primary_zenith_rad must be at least 0 and less than π/2: 1.6"),
         ("3,1,1e5,0.2,6,3.1,9,10,1001", r"line 5: primary_id must be CORSIKA's number of a nucleon or nucleus"),
+        *(
+            (f"3,{number},1e5,0.2,6,3.1,9,10,1001", rf"line 5: primary_id .*, not PDG's: .*nucleus: {number}")
+            for number in (211, 2112, 2212, 1000260560)
+        ),
         ("3,14,1e5,0.2,6,0,9,10,1001", r"line 5: muon_E_GeV must be greater than 0: 0"),
         ("2,5626,3e5,0.2,6,3.1,9,10,1001", r"line 5: primary_E_GeV must be the same for all muons of an event"),
     ],
