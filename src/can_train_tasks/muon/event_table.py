@@ -120,7 +120,7 @@ class EventTable:
         start, shower = int(self._starts[row]), int(self.showers[row])
         muons = torch.from_numpy(self.muons[start : start + int(self.counts[row])])
         return MuonEvent(conditions=torch.from_numpy(self.conditions[shower]), muons=muons, bound=int(self.bounds[row]),
-                         primary=(shower + 1.0, *self.primaries[shower].tolist()))  # fmt: skip
+                         primary=(shower + 1, *self.primaries[shower].tolist()))  # fmt: skip
 
     def set_bounds(self, moments: Moments, model: MuonGanSettings) -> None:
         """Computes the bounds of all events."""

@@ -20,11 +20,13 @@ from can_train_tasks.muon.showers import (
     DEPTH,
     ENERGY,
     EVENT,
+    EVENT_RULE,
     MUON_TABLE,
     PRIMARY,
     PRIMARY_ARRAYS,
     PRIMARY_LIST,
     ZENITH,
+    are_told_apart,
     mass_of,
     matrix_of_lists,
     parquet_parts,
@@ -47,11 +49,11 @@ class Primaries:
     """Primary particles, with the numbers of their showers.
 
     Attributes:
-        event: [P] number of the shower in its file.
+        event: [P] number of the shower in its file; whole numbers of 64 bits, or floating-point.
         energy_gev, zenith_rad, primary_id, depth_g_cm2: [P] as in `Showers`; CORSIKA's number of the particle.
     """
 
-    event: Floats
+    event: NDArray[Any]
     energy_gev: Floats
     zenith_rad: Floats
     primary_id: Floats
@@ -113,29 +115,32 @@ class _FirstLines:
     """Tells which line is the first of a shower, in a file whose events are in ascending order."""
 
     def __init__(self) -> None:
-        self._last = -np.inf
+        self._last: Any = None
 
-    def __call__(self, event: Floats) -> NDArray[np.bool_]:
+    def __call__(self, event: NDArray[Any]) -> NDArray[np.bool_]:
         """Returns it for the lines that follow; raises _DescendingError if their events do not ascend."""
-        before = np.concatenate([[self._last], event[:-1]])
-        if (event < before).any():
+        if not len(event):
+            return np.zeros(0, bool)
+        is_first = self._last is None or event[0] > self._last
+        if (event[1:] < event[:-1]).any() or (not is_first and event[0] < self._last):
             raise _DescendingError
-        self._last = event[-1] if len(event) else self._last
-        return np.asarray(event > before)
+        self._last = event[-1]
+        return np.concatenate([[is_first], event[1:] > event[:-1]])
 
 
 class _FirstLinesOfAny:
     """Tells which line is the first of a shower, in a file whose events are in any order: it remembers each event."""
 
     def __init__(self) -> None:
-        self._seen = np.empty(0)
+        self._seen: NDArray[Any] | None = None
 
-    def __call__(self, event: Floats) -> NDArray[np.bool_]:
+    def __call__(self, event: NDArray[Any]) -> NDArray[np.bool_]:
         """Returns it for the lines that follow."""
         first = np.zeros(len(event), bool)
         first[np.unique(event, return_index=True)[1]] = True
-        first &= ~np.isin(event, self._seen)
-        self._seen = np.concatenate([self._seen, event[first]])
+        seen = event[:0] if self._seen is None else self._seen
+        first &= ~np.isin(event, seen)
+        self._seen = np.concatenate([seen, event[first]])
         return first
 
 
@@ -152,7 +157,9 @@ def _parts(path: Path) -> Iterator[Mapping[str, Any]]:
         if path.suffix.lower() == ".csv":
             frame = polars.scan_csv(path)
             columns = frame.collect_schema().names()
-            parts = frame.select(each for each in names if each in columns).collect_batches(chunk_size=_PART_ROWS)
+            # Numbers above 2^63 are taken for numbers of 128 bits.
+            frame = frame.select(each for each in names if each in columns).cast({polars.Int128: polars.UInt64})
+            parts = frame.collect_batches(chunk_size=_PART_ROWS)
         elif PRIMARY_LIST in (columns := [*polars.read_parquet_schema(path)]):
             first = 0
             for each in parquet_parts(path, [PRIMARY_LIST], _PART_ROWS):
@@ -191,13 +198,14 @@ def _primaries(path: Path, columns: Mapping[str, Any], first: int, depth_g_cm2: 
         raise DataError(f"{path} must have the columns {', '.join(_NEEDED)}", value=f"without {', '.join(missing)}",
                         remedy=_REMEDY)  # fmt: skip
     try:
-        numbers = {name: np.asarray(values).astype(np.float64) for name, values in columns.items()}
+        numbers = {name: _numbers(name, np.asarray(values)) for name, values in columns.items()}
     except (TypeError, ValueError) as error:
         raise DataError(f"{path}: a column of primaries has numbers", value=f"{error}", remedy=_REMEDY) from error
     size = len(numbers[ENERGY])
-    numbers = {EVENT: np.arange(1.0, size + 1) + first, DEPTH: np.full(size, depth_g_cm2)} | numbers
-    of_event = EVENT, np.isfinite(numbers[EVENT]), "must be a number"
-    for name, holds, rule in (of_event, *rules_of_primaries(numbers)):
+    numbers = {EVENT: np.arange(1, size + 1) + first, DEPTH: np.full(size, depth_g_cm2)} | numbers
+    event = numbers[EVENT]
+    of_event = (EVENT, np.isfinite(event), "must be a number"), (EVENT, are_told_apart(event), EVENT_RULE)
+    for name, holds, rule in (*of_event, *rules_of_primaries(numbers)):
         finite = np.isfinite(numbers[name]) & holds
         if not finite.all():
             row = int(np.argmin(finite))
@@ -205,6 +213,17 @@ def _primaries(path: Path, columns: Mapping[str, Any], first: int, depth_g_cm2: 
                             remedy="Correct it or leave it out")  # fmt: skip
     return Primaries(event=numbers[EVENT], energy_gev=numbers[ENERGY], zenith_rad=numbers[ZENITH],
                      primary_id=numbers[PRIMARY], depth_g_cm2=numbers[DEPTH])  # fmt: skip
+
+
+def _numbers(name: str, values: NDArray[Any]) -> NDArray[Any]:
+    if name == EVENT and values.dtype.kind in "iu":
+        return values  # float64 would round numbers of 64 bits
+    numbers = values.astype(np.float64)
+    return numbers.astype(np.int64) if name == EVENT and _is_whole(numbers) else numbers
+
+
+def _is_whole(numbers: Floats) -> bool:
+    return bool((np.isfinite(numbers) & are_told_apart(numbers) & (numbers == np.rint(numbers))).all())
 
 
 @contextmanager

@@ -23,7 +23,8 @@ from can_train.io.records import expanded, open_atomic
 from can_train_tasks.muon.settings import POSITIONS, VARIABLES, ShowerDatasetSettings
 
 Floats = NDArray[np.float64]
-Columns = dict[str, Floats]
+Columns = dict[str, NDArray[Any]]
+"""Numbers in float64; those of events may be whole numbers of 64 bits."""
 
 ENERGY, ZENITH, PRIMARY, DEPTH = "primary_E_GeV", "primary_zenith_rad", "primary_id", "depth_g_cm2"
 EVENT, PARTICLE = "event", "muon_id"
@@ -72,6 +73,8 @@ PRIMARY_ARRAYS: Final = ("primaries", "conditions")  # HDF5 datasets
 _MATRIX: Final = 2  # Dimensions of the primaries and of the muons
 _LINE: Final = "line of the file"  # A column beside those of a file
 _ABOVE_ZERO: Final = "must be greater than 0"
+_WHOLE_FLOATS: Final = 2.0**53  # Larger whole numbers are rounded in float64
+EVENT_RULE: Final = "must be less than 2^53, or be stored as a whole number of 64 bits"
 _PRIMARY_RULE: Final = ("must be CORSIKA's number of a nucleon or nucleus, not PDG's: 14 is a proton, 100·A + Z a "
                         "nucleus")  # fmt: skip
 _EVENTS_REMEDY: Final = "Write the events as cr_muons does, or one line a muon: docs/muon.md"
@@ -286,13 +289,24 @@ def _read_columns(path: Path) -> _Table:
         empty, frame = showers - len(frame), frame.explode(lists)
     columns, lines = {}, frame[_LINE].to_numpy()
     for name in used:
-        numbers = frame[name].cast(polars.Float64, strict=False)
+        numbers = _whole(frame[name]) if name == EVENT else None
+        if numbers is None:
+            numbers = frame[name].cast(polars.Float64, strict=False)
         if numbers.null_count():
             row = int(numbers.is_null().arg_max() or 0)
             raise DataError(f"{path}, {line} {lines[row]}: {name} must be a number", value=repr(frame[name][row]),
                             remedy="Correct the line or leave it out")  # fmt: skip
-        columns[name] = numbers.to_numpy().astype(np.float64)
+        columns[name] = numbers.to_numpy()
     return _Table(path=path, columns=columns, lines=lines, line=line, empty=empty)
+
+
+def _whole(column: Any) -> Any:
+    """Returns a column as whole numbers, as which numbers of 64 bits differ; None if it has other cells."""
+    import polars
+
+    kinds = () if column.dtype.is_float() else (polars.Int64, polars.UInt64)
+    casts = (column.cast(kind, strict=False) for kind in kinds)
+    return next((numbers for numbers in casts if not numbers.null_count()), None)
 
 
 def _with_muons(path: Path, frame: Any, lists: Sequence[str]) -> Any:
@@ -514,7 +528,8 @@ def _muon_table(file: Any, path: Path) -> Columns:
         if table.dtype[name].kind not in "fiu" or table.dtype[name].shape:
             raise DataError(f"{path}: {name} must be a column of numbers", value=str(table.dtype[name]),
                             remedy="Store it as float64")  # fmt: skip
-    return {name: table[name].astype(np.float64) for name in _used(table.dtype.names)}
+    return {name: table[name] if name == EVENT else table[name].astype(np.float64)
+            for name in _used(table.dtype.names)}  # fmt: skip
 
 
 def _ground_particles(file: Any, path: Path) -> Columns:
@@ -606,6 +621,7 @@ def _muons_of(table: _Table, dataset: ShowerDatasetSettings) -> _Table:
         raise _without_muons(table.path)
     for name in (*_SHOWER_COLUMNS, DEPTH, *(VARIABLE_COLUMNS[name] for name in dataset.variables)):
         table.check(np.isfinite(columns[name]), name, "must be finite")
+    table.check(are_told_apart(columns[EVENT]), EVENT, EVENT_RULE)
     for name, holds, rule in rules_of_primaries(columns):
         table.check(holds, name, rule)
     if "energy" in dataset.variables:
@@ -616,6 +632,11 @@ def _muons_of(table: _Table, dataset: ShowerDatasetSettings) -> _Table:
 def _without_muons(path: Path) -> DataError:
     return DataError(f"{path} must hold muons, which are the particles {MUON_IDS[0]} and {MUON_IDS[1]}",
                      value="none of its particles is one", remedy="Leave the file out")  # fmt: skip
+
+
+def are_told_apart(event: NDArray[Any]) -> NDArray[np.bool_]:
+    """Tells which numbers of events are not rounded to another one's."""
+    return np.abs(event) < _WHOLE_FLOATS if event.dtype.kind == "f" else np.ones(len(event), bool)
 
 
 def rules_of_primaries(columns: Mapping[str, Floats]) -> Iterator[tuple[str, NDArray[np.bool_], str]]:

@@ -209,10 +209,12 @@ class MuonTask(Task):
     def columns(self, samples: Sequence[MuonEvent], predictions: Sequence[Any]) -> Mapping[str, Any]:
         """Returns a row for each muon, in physical units, with its shower's primary."""
         counts = [len(muons) for muons in predictions]
-        primaries = np.repeat([sample.primary for sample in samples], counts, axis=0)
+        # Each column by itself: numbers of events may be whole numbers of 64 bits.
+        primaries = [np.repeat(np.asarray(values), counts)
+                     for values in zip(*(sample.primary for sample in samples), strict=True)]  # fmt: skip
         muons = torch.cat(list(predictions)).double().numpy()
         return {
-            **dict(zip((EVENT, ENERGY, ZENITH, PRIMARY, DEPTH), primaries.T, strict=True)),
+            **dict(zip((EVENT, ENERGY, ZENITH, PRIMARY, DEPTH), primaries, strict=True)),
             **{VARIABLE_COLUMNS[name]: in_units(name, values)
                for name, values in zip(self._variables, muons.T, strict=True)},
         }  # fmt: skip
@@ -355,8 +357,9 @@ class PrimariesToDraw:
         for given in chain.from_iterable(self._files):
             conditions = conditions_of(given)
             bounds = moments.bounds(conditions, model).tolist()
-            columns = (given.event, given.energy_gev, given.zenith_rad, given.primary_id, given.depth_g_cm2)
-            for row, primary in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+            columns = (given.energy_gev, given.zenith_rad, given.primary_id, given.depth_g_cm2)
+            # Numbers of events keep their type: Python's whole numbers above 2^63 would become floating-point.
+            for row, primary in enumerate(zip(given.event, *(column.tolist() for column in columns), strict=True)):
                 event = MuonEvent(conditions=torch.from_numpy(conditions[row]), muons=nothing, bound=bounds[row],
                                   primary=primary)  # fmt: skip
                 yield from (replace(event, seed=self._seed(shower, part)) for part in range(self._parts))

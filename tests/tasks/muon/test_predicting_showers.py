@@ -96,6 +96,22 @@ def test_each_format_is_read_back_as_showers(run: Path, tmp_path: Path, ending: 
         assert np.array_equal(getattr(drawn, name), getattr(real, name))
 
 
+@pytest.mark.parametrize("ending", ["parquet", "csv", "h5"])
+def test_drawn_showers_keep_numbers_of_64_bits(run: Path, tmp_path: Path, ending: str) -> None:
+    event = [2**63 + 3, 2**60 + 1, 2**60 + 2]
+    columns = {"event": pl.Series(event, dtype=pl.UInt64), "primary_E_GeV": 1e6, "primary_zenith_rad": 0.1,
+               "primary_id": 14}  # fmt: skip
+    pl.DataFrame(columns).write_parquet(tmp_path / "primaries.parquet")
+    out = tmp_path / f"drawn.{ending}"
+    predict(run, "--dataset", tmp_path / "primaries.parquet", "--out", out)
+    if ending == "h5":
+        with h5py.File(out) as file:
+            drawn = file["muons"]["event"].tolist()
+    else:
+        drawn = (pl.read_csv(out) if ending == "csv" else pl.read_parquet(out))["event"].to_list()
+    assert [*dict.fromkeys(map(int, drawn))] == event
+
+
 def test_another_seed_draws_other_showers(run: Path, tmp_path: Path) -> None:
     data = run.parent.parent / "primaries.csv"
     seeds = {"first.csv": "0", "again.csv": "0", "other.csv": "1"}

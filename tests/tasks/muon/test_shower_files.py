@@ -101,6 +101,31 @@ def test_a_line_a_shower_with_lists_is_read(tmp_path: Path) -> None:
     assert showers.muons["y"].tolist() == [4.0, 5.0, 6.0]
 
 
+LARGE = [2**63 + 3, 2**60 + 1, 2**60 + 2, 2**60 + 1]  # 2^60 + 1 and 2^60 + 2 are equal in float64
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet", "h5"])
+def test_events_are_told_apart_by_all_64_bits_of_their_numbers(tmp_path: Path, ending: str) -> None:
+    columns: dict[str, Any] = {"event": np.array(LARGE, np.uint64), "primary_id": np.full(4, 14),
+                               "primary_E_GeV": np.full(4, 1e5), "primary_zenith_rad": np.zeros(4),
+                               "x_m": np.arange(4.0), "y_m": np.zeros(4)}  # fmt: skip
+    path, frame = tmp_path / f"showers.{ending}", polars.DataFrame(columns)
+    if ending == "h5":
+        with h5py.File(path, "w") as file:
+            file[MUON_TABLE] = frame.to_numpy(structured=True)
+    else:
+        frame.write_csv(path) if ending == "csv" else frame.write_parquet(path)
+    assert of_file(path).counts.tolist() == [2, 1, 1]
+    (part,) = PrimaryFile(path, 1000.0)
+    assert part.event.tolist() == LARGE[:3]
+
+
+def test_events_whose_numbers_were_rounded_are_refused(tmp_path: Path) -> None:
+    lines = ["1,14,1e5,0.1,5,7.2,1,2,1000.5", "1e18,14,1e5,0.1,5,7.2,1,2,1000.5"]
+    with pytest.raises(DataError, match=r"line 3: event must be less than 2\^53, or .*: 1e\+18"):
+        of_file(csv_of(tmp_path, *lines))
+
+
 def showers_with_lists(folder: Path, **lists: list[Any]) -> Path:
     frame = polars.DataFrame({
         "event": [1, 2, 3], "primary_id": [14, 402, 14], "primary_E_GeV": [1e5, 2e5, 1e5],
