@@ -27,7 +27,7 @@ from can_train.reporter import Reporter
 from can_train_tasks.bendr.settings import MOST_CLASSES, RecordingSettings
 
 # Raise it whenever the same file gives other arrays, so that folders of an earlier version are not used.
-_READER_VERSION: Final = 2
+_READER_VERSION: Final = 3
 
 UNLABELLED: Final = -1
 _BLOCK_LINES: Final = 8192  # lines read at a time: a few MiB of text
@@ -394,6 +394,10 @@ class _CsvReader:
         for name in self.channels:
             if name not in names:
                 _refuse(path, 1, "Every channel is a column of a recording", repr(name), f"Its columns: {_list(names)}")
+        for name in (*self.channels, *filter(None, beside)):
+            if names.count(name) > 1:
+                _refuse(path, 1, "Every column that is read has a name of its own",
+                        f"{names.count(name)} columns are named {name!r}", "Rename them in the header")  # fmt: skip
         if not self.channels:
             _refuse(path, 1, "A recording has at least one channel", f"columns {_list(names)}",
                     "Name them: --set 'dataset.channels=[AF3,F7]'")  # fmt: skip
@@ -445,6 +449,9 @@ class _CsvReader:
         return labels
 
     def _numbers(self, lines: list[str], first: int, columns: list[int]) -> NDArray[np.float64]:
+        for number, text in enumerate(lines, start=first):
+            if text.count(self._separator) >= len(self._names):
+                self._check_width(number, text.rstrip("\r\n").split(self._separator))
         filled = [text for text in lines if text.strip()]
         try:
             values = np.loadtxt(filled, delimiter=self._separator, comments=None, ndmin=2, usecols=columns)
@@ -459,6 +466,13 @@ class _CsvReader:
                 _refuse(self._path, number, "Every sample of a recording is a row of finite numbers, one a column",
                         repr(text.rstrip()[:60]), "Mend or remove the row; gaps are not filled")  # fmt: skip
         raise AssertionError("a line that numpy refuses is one that is refused here")
+
+    def _check_width(self, line: int, cells: list[str]) -> None:
+        # Separators at the end of a row are no cells. A cell without a name is mostly the first: the row's number.
+        if any(cell.strip() for cell in cells[len(self._names) :]):
+            _refuse(self._path, line, "Every cell of a row has a name in the header",
+                    f"{len(cells)} cells under {len(self._names)} names",
+                    "Name the first column, too, such as 'index', or remove it")  # fmt: skip
 
 
 def _tables(path: Path) -> list[Path]:

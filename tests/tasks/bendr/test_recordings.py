@@ -60,6 +60,21 @@ def test_empty_lines_are_no_samples(tmp_path: Path) -> None:
     assert opened(tmp_path / "gaps.csv", tmp_path).signal[0:9].tolist() == [[1, 2], [3, 4]]
 
 
+def test_a_channel_whose_name_is_there_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "twice.csv").write_text("EEG,EEG,Cz\n1,2,3\n4,5,6\n")
+    with pytest.raises(DataError, match=r"twice\.csv, line 1: 2 columns are named 'EEG'"):
+        opened(tmp_path / "twice.csv", tmp_path)
+    assert opened(tmp_path / "twice.csv", tmp_path, replace(OWN, channels=["Cz"])).signal[0:1].tolist() == [[3]]
+
+
+def test_rows_with_more_cells_than_names_are_refused_unless_they_are_empty(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("Fz,Cz\n1,2\n2,0.1,0.2\n")
+    with pytest.raises(DataError, match=r"rows\.csv, line 3: 3 cells under 2 names"):
+        opened(tmp_path / "rows.csv", tmp_path)
+    (tmp_path / "ends.csv").write_text("Fz,Cz\n1,2,\n3,4, \n")
+    assert opened(tmp_path / "ends.csv", tmp_path).signal[0:9].tolist() == [[1, 2], [3, 4]]
+
+
 def test_columns_that_count_time_are_no_channels_and_a_label_is_recognised(tmp_path: Path) -> None:
     (tmp_path / "one.csv").write_text("Time,AF3,Eye_Detection,O1\n0,1,0,5\n1,2,1,6\n")
     found = opened(tmp_path / "one.csv", tmp_path)
