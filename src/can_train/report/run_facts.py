@@ -207,7 +207,8 @@ def full_plan(plan: Mapping[str, Any], device: str) -> tuple[list[str], list[tup
 
 
 def memory_facts(folder: RunFolder, result: Mapping[str, Any]) -> dict[str, Any]:
-    """Collects peak, micro-batches and rescues of a run from its result or, while it trains, from its metrics.
+    """Collects peak, micro-batches and rescues of a run from its metrics and its result, which has those of its last
+    attempt.
 
     A figure that is not known is None.
     """
@@ -218,13 +219,16 @@ def memory_facts(folder: RunFolder, result: Mapping[str, Any]) -> dict[str, Any]
     peaks = [peak for line in epochs if (peak := line.get("peak_memory_pct")) is not None]
     sizes = [size for line in epochs if (size := line.get("micro_batch_size"))]
     rescues = sum(line.get("ooms_rescued") or 0 for line in epochs)
+    last_share = result.get("peak_memory_pct")
+    share = max([*peaks, *([] if last_share is None else [last_share])], default=None)
     return {
-        "peak_bytes": result.get("peak_memory_bytes"),
-        "peak_share": result.get("peak_memory_pct", max(peaks, default=None)),
+        # An earlier attempt has recorded its highest peak as a share alone.
+        "peak_bytes": result.get("peak_memory_bytes") if share == last_share else None,
+        "peak_share": share,
         "predicted_peak_bytes": result.get("predicted_peak_bytes"),
         "micro_batches_per_step": parts / steps if steps else None,
-        "largest_micro_batch": result.get("micro_batch_size", max(sizes, default=None)),
-        "rescues": result.get("ooms_rescued", rescues),
+        "largest_micro_batch": max([*sizes, result.get("micro_batch_size") or 0]) or None,
+        "rescues": max(rescues, result.get("ooms_rescued") or 0),
     }
 
 
