@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from can_train.cli.main import main
 from can_train.errors import ConfigError
 from can_train.io.records import write_text_atomic
-from can_train.report.run_list import Condition, RunFilter, RunList, parse_since
+from can_train.report.run_list import Condition, RunFilter, RunList, data_set_of, parse_since
 from can_train.runs.registry import Registry, RunRecord
 from can_train.runs.scheduler import AccountRow, SchedulerAnswer
 from can_train.runs.status import KnownRun, known_runs
@@ -49,6 +49,12 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
 def listed(shelf: Shelf, capsys: pytest.CaptureFixture[str], *flags: str) -> list[int]:
     rows = json.loads(said(capsys, "runs", *flags, "--columns", "id", "--format", "json", *shelf.flags))
     return [int(row["id"][-4:], 16) for row in rows]
+
+
+def test_data_sets_of_two_tasks_with_one_name_are_two() -> None:
+    sets = [{"task": task, "dataset": {"name": "synthetic"}} for task in ("can", "seq2seq")]
+    assert [*map(data_set_of, sets)] == [("synthetic", "can"), ("synthetic", "seq2seq")]
+    assert data_set_of({"task": "can", "dataset": {"name": "a", "path": "/logs/a.csv"}}) == ("a", "/logs/a.csv")
 
 
 @pytest.mark.parametrize(

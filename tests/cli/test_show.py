@@ -89,7 +89,7 @@ def test_the_memory_of_a_run_is_that_of_all_its_attempts(shelf: Shelf, capsys: p
     last = {"peak_memory_bytes": 2**20, "peak_memory_pct": 0.125, "micro_batch_size": 3, "ooms_rescued": 1}
     folder = shelf.put(1, shelf.resolved("gat", "normal"), last)
     lines = [{"step": 10 * epoch, "epoch": epoch, "micro_batches": 20, "micro_batch_size": 7 - 4 * (epoch > 1),
-              "ooms_rescued": 2 * (epoch == 1), "peak_memory_pct": 0.5 if epoch == 1 else 0.125} for epoch in (1, 2)]  # fmt: skip
+              "ooms_rescued": 2 * (epoch == 1), "peak_memory_pct": 0.5 ** (2 * epoch - 1)} for epoch in (1, 2)]  # fmt: skip
     folder.metrics_path.write_text("\n".join(map(json.dumps, lines)))
     facts = json.loads(shown(capsys, "last", "--json", *shelf.flags))["memory"]
     assert (facts["peak_share"], facts["peak_bytes"]) == (0.5, None)

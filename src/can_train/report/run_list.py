@@ -45,11 +45,12 @@ _UNKNOWN: Final = "unknown data set"  # of a run whose configuration cannot be r
 
 
 def data_set_of(config: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the name of the data set that a run was trained on, and its folder."""
-    data = mapping(config.get("dataset"))
+    """Returns the name of the data set that a run was trained on, and its folder; of a set that is known by its name,
+    the task, since sets of two tasks may have one name.
+    """
+    data, task = mapping(config.get("dataset")), key_name(str(config.get("task") or ""))
     # A task without data sets to choose from stands for its own.
-    name = data.get("name") or key_name(str(config.get("task") or "")) or _UNKNOWN
-    return str(name), str(data.get("path") or "")
+    return str(data.get("name") or task or _UNKNOWN), str(data.get("path") or task)
 
 
 # Conditions
