@@ -326,7 +326,8 @@ def test_a_classifier_of_several_classes_has_a_matrix_of_classes_and_its_surest_
     text = page(run, shelf)
     assert captions(text)[3:] == ["Calibration"]
     assert "<td>class 1</td><td>0</td><td>1</td><td>1</td><td>50.0%</td>" in text
-    assert "<td>prediction 2</td><td class=text>wrong</td><td>0.7</td>" in text
+    assert "<td>prediction 2</td><td class=text>wrong</td><td>0.7</td></tr>" in text
+    assert extremes_table(one).columns == ("prediction", "outcome", "probability")
     Elements(text)
 
 

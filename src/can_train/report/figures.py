@@ -383,18 +383,22 @@ def extremes_table(predictions: Predictions) -> TextTable:
     import numpy as np
 
     sample, positive, negative = predictions.words
+    # Of several classes, each sample has a prediction, which is right or wrong.
+    has_flags = not predictions.confusion
     rows = []
     for noun, mask, sign in ((positive, predictions.positive, 1), (negative, ~predictions.positive, -1)):
         numbers = np.flatnonzero(mask)
         order = numbers[np.argsort(sign * predictions.score[numbers], kind="stable")][:_EXTREMES]
         rows += [
             (f"{sample} {number}", *([f"{predictions.time_s[number]:.2f}"] if len(predictions.time_s) else []), noun,
-             f"{predictions.score[number]:.4g}", "yes" if predictions.flagged[number] else "no")
+             f"{predictions.score[number]:.4g}",
+             *([("no", "yes")[int(predictions.flagged[number])]] if has_flags else []))
             for number in order.tolist()
         ]  # fmt: skip
     times = ("time s",) if len(predictions.time_s) else ()
     title = f"{positive.capitalize()} {sample}s with the lowest scores, {negative} {sample}s with the highest"
-    return TextTable(title, (sample, *times, "label", "score", "flagged"), rows)
+    columns = ("label", "score", "flagged") if has_flags else ("outcome", "probability")
+    return TextTable(title, (sample, *times, *columns), rows)
 
 
 def ends_table(predictions: Predictions) -> TextTable:
