@@ -1,5 +1,6 @@
 """The values of a batch, made of the values of its parts."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ def learned(compute: Any, *, by_tokens: bool = False) -> Kinds:
     """The kinds, learned from six samples that are computed whole and in parts of two and four."""
     kinds, few = Kinds(), VALUES[:6]
     kinds.learn(PLACE, compute(few), [compute(few[:2]), compute(few[2:])], SIZES[:2])
-    kinds.judge_means([float(TOKENS[:2].sum()), float(TOKENS[2:6].sum())] if by_tokens else None)
+    kinds.judge([float(TOKENS[:2].sum()), float(TOKENS[2:6].sum())] if by_tokens else None)
     return kinds
 
 
@@ -89,6 +90,89 @@ def test_a_value_of_unknown_kind_is_averaged_without_a_word() -> None:
     assert not kinds.newly_averaged()
 
 
+KEPT: dict[str, Callable[[float, Tensor], float]] = {
+    "a total": lambda earlier, values: earlier + float(values.sum()),
+    "a sum of means": lambda earlier, values: earlier + float(values.mean()),
+    "an average": lambda earlier, values: 0.9 * earlier + 0.1 * float(values.mean()),
+    "a maximum": lambda earlier, values: max(earlier, float(values.max())),
+    "a minimum": lambda earlier, values: min(earlier, float(values.min())),
+    "the latest mean": lambda earlier, values: float(values.mean()),
+    "the latest sum": lambda earlier, values: float(values.sum()),
+    "a count": lambda earlier, values: earlier + len(values),
+    "the latest count": lambda earlier, values: len(values),
+    "a count of steps": lambda earlier, values: earlier + 1,
+}
+KEPT_PLACE = (ATTRIBUTE, 0, "kept")
+
+
+@pytest.mark.parametrize("begins", [0.0, -1e9, 1e9, 0, 3])
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_value_that_a_step_keeps_is_the_batchs(kept: str, begins: float) -> None:
+    step, earlier, kinds = KEPT[kept], begins, Kinds()
+    batch = torch.tensor([-1.0, 3.5, 0.5, -2.5, 1.0, 5.0, 4.0, 6.0, -4.0], dtype=torch.float64)
+    for values in (batch, batch.flip(0) * 2 - 5, batch * 3 - 7):
+        few = values[:6]
+        kinds.learn(
+            KEPT_PLACE, step(earlier, few), [step(earlier, few[:2]), step(earlier, few[2:])], SIZES[:2], earlier
+        )
+        kinds.judge()
+        parts = [step(earlier, part) for part in values.split(SIZES)]
+        found = Combination(SIZES, SIZES, kinds).combine(parts, KEPT_PLACE, earlier)
+        earlier = step(earlier, values)
+        assert found == pytest.approx(earlier, rel=1e-12, abs=1e-12)
+    assert not kinds.newly_averaged()
+    assert not kinds.newly_guessed()
+
+
+def test_a_best_mean_that_a_part_does_not_reach_is_named() -> None:
+    kinds = Kinds()
+    kinds.learn(KEPT_PLACE, 4.0, [3.0, 5.0], (4, 4), 9.0)
+    kinds.judge()
+    Combination((4, 4), (4, 4), kinds).combine([2.0, 1.0], KEPT_PLACE, 4.0)
+    assert not kinds.newly_guessed()
+    Combination((4, 4), (4, 4), kinds).combine([1.5, 1.0], KEPT_PLACE, 1.5)
+    assert kinds.newly_guessed() == ["'kept'"]
+
+
+@pytest.mark.parametrize(
+    ("earlier", "values", "whole", "is_certain"),
+    [
+        (10, [15, 15], 20, True),
+        (10.0, [15.0, 15.0], 20.0, True),
+        (10, [11, 11], 11, True),
+        (10, [5, 5], 10, True),
+        (10, [12, 13], 15, False),
+        (1.0, [1.5, 2.0], 1.75, False),
+        (1.0, [1.0, 2.0], 2.0, True),
+    ],
+)
+def test_of_a_kept_value_of_unknown_kind_counts_are_added_and_guesses_are_named(
+    earlier: float, values: list[float], whole: float, is_certain: bool
+) -> None:
+    kinds = Kinds()
+    assert Combination((5, 5), (5, 5), kinds).combine(values, KEPT_PLACE, earlier) == whole
+    assert kinds.newly_guessed() == ([] if is_certain else ["'kept'"])
+
+
+def test_a_total_whose_parts_have_other_random_numbers_is_added_up_and_named() -> None:
+    kinds = Kinds()
+    kinds.learn(KEPT_PLACE, 17.0, [13.1, 14.4], (3, 5), 10.0)
+    kinds.judge()
+    assert Combination((5, 5), (5, 5), kinds).combine([25.0, 26.0], KEPT_PLACE, 20.0) == 31.0
+    assert kinds.newly_guessed() == ["'kept'"]
+
+
+def test_entries_of_samples_follow_each_other_and_entries_of_steps_are_joined() -> None:
+    place, kinds = ("list", 0, "entries"), Kinds()
+    parts = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+    combination = Combination((3, 3), (3, 3), kinds)
+    assert combination.entries(parts, place) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    kinds.learn_entries(place, [0.0, 0.0, 0.0], parts, (3, 5))
+    assert combination.entries(parts, place) == [2.5, 3.5, 4.5]
+    kinds.learn_entries(place, [0.0] * 6, parts, (3, 5))
+    assert combination.entries(parts, place) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
 @given(
     st.lists(st.integers(-1000, 1000).map(float), min_size=2, max_size=2),
     st.tuples(st.integers(1, 9), st.integers(1, 9)),
@@ -98,7 +182,7 @@ def test_means_over_samples_are_judged_by_sizes(means: list[float], sizes: tuple
     kinds = Kinds()
     kinds.learn((ATTRIBUTE, 0, "mean"), whole, means, sizes)
     # The loss has other weights.
-    kinds.judge_means([1.0, 5.0])
+    kinds.judge([1.0, 5.0])
     weights = [1 / 6, 5 / 6]
     found = Combination(sizes, weights, kinds).combine(means, (ATTRIBUTE, 0, "mean"))
     assert found == pytest.approx(whole, rel=2e-3, abs=2e-3 * max(map(abs, means)))

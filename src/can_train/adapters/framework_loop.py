@@ -10,6 +10,7 @@ import json
 import math
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -44,7 +45,7 @@ from can_train.factors.observations import ALLOCATOR, Observation, Outcome, next
 from can_train.factors.observing import AttemptRecord, PlannedMemory, device_of, make_observation, write_observation
 from can_train.factors.policies import make_policy
 from can_train.factors.store import FactorStore, rule_after
-from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, change_by_draws, percent
+from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, change_by_draws, no_dependence, percent
 from can_train.fit.collate import Rows, leaves, numbers_in, samples_in, select_samples
 from can_train.fit.cost_model import DeviceLimits, SearchResult
 from can_train.fit.engine import Engine
@@ -84,6 +85,7 @@ _BELOW_FAILED: Final = 0.95  # Share of a cost that ran out of memory that micro
 _FOREIGN_SHARE: Final = 0.01  # Share of the capacity that may be missing though no other process runs
 _LEAK_SHARE: Final = 0.1  # Share of the capacity by which the memory before a batch grows only through a leak
 _DRAWN: Final = 3.0  # Change of a gradient by a split, in changes by other random numbers, that may be such a change
+_DREW: Final = 1e-5  # Relative difference of a loss from its parts' losses that is no round-off
 # How far the step of a framework's loop may go to fit.
 _FITS: Final = [fit for fit in CHOICES["fit"] if fit != "shard"]
 _SAME_LIMIT: Final = 0.02  # Relative difference of limits that are not worth a change
@@ -239,8 +241,7 @@ class FrameworkLoop:
         self._reading: tuple[float, int] | None = None  # Cost and first bytes of the micro-batch that is measured now
         self._first_bytes = 0  # In use before an early step, which has the optimizer's state
         self._in_step = False  # Whether `whole` runs now
-        self._stages: set[str] = set()  # Of evaluation whose values' kinds are known
-        self._split_batches = 0  # That were trained
+        self._split_batches: Counter[str] = Counter()  # By their stage; empty: training
         self._optimizer_steps = 0
         self._not_undone = ""  # Why a step cannot be undone, as a clause
         self._uncounted = ""  # Why nobody knows the samples of the batch that was counted last, as a clause
@@ -378,7 +379,7 @@ class FrameworkLoop:
             result = engine.batcher.run_share(parts, costs, denominators={LOSS: 1.0}, scale=scale)
             starts = np.cumsum([0, *result.micro_batches[:-1]]).tolist()
             self._end_reading()
-            if len(result.micro_batches) > 1 and self._is_compared():
+            if len(result.micro_batches) > 1 and self._is_looked_at(""):
                 self._compare(parts, result.micro_batches)
         except BaseException:
             for parameter, gradient in earlier:
@@ -406,8 +407,8 @@ class FrameworkLoop:
 
     def evaluate_parts(self, batch: Any, compute: Callable[[Part], T], stage: str = "") -> list[tuple[Part, T]]:
         """Computes something of a batch without gradients, in parts that fit; returns the parts, in order, with it.
-        In the first batch of a `stage` that is split, some samples are computed whole and in two parts, which shows the
-        kinds of its values. Places of outputs begin with the stage.
+        In the first, second, fourth, eighth (and so on) batch of a `stage` that is split, some samples are computed
+        whole and in two parts, which shows the kinds of its values. Places of outputs begin with the stage.
         """
         engine = self.engine
         assert engine is not None, "a batch that is refused is not computed in parts"
@@ -422,43 +423,57 @@ class FrameworkLoop:
             return replace(part, batch=None), result
 
         parts = engine.batcher.evaluate(computed, costs, self._evaluation_limit(costs))
-        if stage and len(parts) > 1 and stage not in self._stages:
-            self._stages.add(stage)
-            self._learn_kinds(batch, compute, stage, [part for part, _ in parts])
+        if stage and len(parts) > 1 and self._is_looked_at(stage):
+            self._look_at(batch, compute, stage, [part for part, _ in parts])
         states.join({part.start: part.share for part, _ in parts}, self.kinds)
         return parts
 
-    def _learn_kinds(self, batch: Any, compute: Callable[[Part], Any], stage: str, parts: Sequence[Part]) -> None:
+    def _look_at(self, batch: Any, compute: Callable[[Part], Any], stage: str, parts: Sequence[Part]) -> None:
         """Learns the kinds of an evaluation's values from as many samples as the largest part has, which fit."""
         after = StepState(self.model, self.meter.device, self.objects)
         after.read()
-        samples = max(part.stop - part.start for part in parts)
-        try:
-            while samples > 1:
-                with CatchOutOfMemory(), self.trial_scope(), torch.no_grad(), self.meter.active():
-                    self._try_kinds(batch, compute, stage, samples, parts[0].samples)
-                    break
-                self.meter.release()
-                samples //= 2
-        except Exception:  # noqa: BLE001 - a look at the loop must not end it
-            return
-        finally:
-            after.restore()
-            self.kinds.judge_means()
+        of_all, outputs = parts[0].samples, dict[tuple[int, int], Any]()
+        states = PartStates(self.state, of_all)
 
-    def _try_kinds(self, batch: Any, compute: Callable[[Part], Any], stage: str, samples: int, of_all: int) -> None:
-        states, outputs = PartStates(self.state, of_all), []
-        # Unequal parts, since equal ones hide a mean.
-        first = max(samples * SPLIT[0] // sum(SPLIT), 1)
-        spans = ((0, samples), (0, first), (first, samples))
-        for start, stop in spans:
+        def computed(start: int, stop: int) -> None:
             part = replace(self._part(batch, start, stop, of_all), is_trial=True)
             states.begin(start, metrics_too=False)
-            outputs.append(compute(part))
+            outputs[start, stop] = compute(part)
             states.end(start, stop)
-        states.learn(self.kinds)
-        whole, *others = outputs
-        self.kinds.learn((stage,), whole, others, [stop - start for start, stop in spans[1:]])
+
+        try:
+            with self.trial_scope(), torch.no_grad():
+                spans = self._learn_kinds(computed, states, max(part.stop - part.start for part in parts))
+        finally:
+            after.restore()
+        if spans:
+            whole, *others = (outputs[span] for span in spans)
+            self.kinds.learn((stage,), whole, others, [stop - start for start, stop in spans[1:]])
+            self.kinds.judge()
+
+    def _learn_kinds(
+        self, compute: Callable[[int, int], object], states: PartStates, samples: int
+    ) -> tuple[tuple[int, int], ...]:
+        """Learns the kinds of values from some samples that are computed whole and in two parts, where nothing but
+        their kind tells whole and parts apart; fewer, where memory runs out. Returns the spans of whole and parts;
+        nothing, where that failed. The values are not judged yet.
+        """
+        self.kinds.forget()
+        tried = [samples >> power for power in range(samples.bit_length() - 1)]
+        # Unequal parts, since equal ones hide a mean.
+        cuts = ((size, max(size * SPLIT[0] // sum(SPLIT), 1)) for size in tried)
+        try:
+            for spans in [states.spans] if states.spans else [((0, size), (0, cut), (cut, size)) for size, cut in cuts]:
+                with CatchOutOfMemory(), self.meter.active(), no_dependence(self.model):
+                    for start, stop in spans:
+                        compute(start, stop)
+                    states.learn(self.kinds)
+                    return spans
+                self.meter.release()
+        except Exception:  # noqa: BLE001 - a look at the loop must not end it
+            pass
+        self.kinds.forget()
+        return ()
 
     def before_optimizer_step(self) -> None:
         """Makes room for the state that an optimizer makes in its first step, or keeps it on the host; raises
@@ -702,6 +717,11 @@ class FrameworkLoop:
                 "Of a batch that is split, these values are means of its parts' values, and not the whole batch's: "
                 f"{', '.join(names)}.", stacklevel=2,
             )  # fmt: skip
+        if names := self.kinds.newly_guessed():
+            warnings.warn(
+                "Of a batch that is split, these values may not be the whole batch's, since it is not certain whether "
+                f"they are totals, means or extremes: {', '.join(names)}.", stacklevel=2,
+            )  # fmt: skip
         if trains:
             self._set_limit()
             engine.batcher.stepped()
@@ -720,56 +740,73 @@ class FrameworkLoop:
             raise self.refuse(reason, _OWN_FUNCTIONS) from error
         return Part(batch=selected, start=start, stop=stop, samples=samples)
 
-    def _is_compared(self) -> bool:
-        """Counts a batch that is split in training; tells whether it is compared with the whole: the first, second,
-        fourth, eighth, and so on. A mean over some samples (classes with weights, labels that are not ignored) may be a
-        mean over all in the first.
+    def _is_looked_at(self, stage: str) -> bool:
+        """Counts a batch of a stage (empty: training) that is split; tells whether it is compared with the whole: the
+        first, second, fourth, eighth, and so on. A mean over some samples (classes with weights, labels that are not
+        ignored) may be a mean over all in the first, and a total begin with 0.
         """
-        self._split_batches += 1
-        is_open = self.batch_dependence is None or (self.batch_dependence.measured and not self.batch_dependence.terms)
-        return self.compares and is_open and self._split_batches.bit_count() == 1
+        self._split_batches[stage] += 1
+        return (self.compares or bool(stage)) and self._split_batches[stage].bit_count() == 1
 
     def _compare(self, parts: _Parts, micro_batches: tuple[int, ...]) -> None:
-        """Compares the gradient of the batch with the gradient of its parts: the whole batch where memory never ran
-        out, else the largest part, cut in two. Raises SplitRefusedError where the batch is not split, or is computed in
-        another way.
+        """Compares the batch with its parts: the whole batch where memory never ran out, else the largest part, cut in
+        two. Gradients are compared as long as they were equal, and the values that a step logs and keeps. Raises
+        SplitRefusedError where the batch is not split, or is computed in another way.
         """
-        assert self.engine is not None, "a batch was split"
         trial = _Parts(self, lambda start, stop: replace(parts.part(start, stop), is_trial=True), parts.loss_of,
                        parts.costs, is_trial=True)  # fmt: skip
-        # A limit of the user's own need not be where memory ends.
-        has_room = self.settings.limits is not None and not self.engine.batcher.ooms_rescued
         after = StepState(self.model, self.meter.device, self.objects)
         after.read()
         self.monitor.pause()
-        was_sum = self.is_sum
+        earlier, was_sum, draws = self.batch_dependence, self.is_sum, False
+        is_open = earlier is None or (earlier.measured and not earlier.terms)
+        losses: list[float] = []
+
+        def compute(start: int, stop: int) -> None:
+            losses.append(float(trial(start, stop)[LOSS][0].detach()))
+
         try:
             with self.trial_scope():
-                measure = partial(self.engine.batcher.measure_dependence, trial, micro_batches, has_room=has_room)
-                dependence = measure()
-                if dependence.terms and not dependence.modules:
-                    self.is_sum = True
-                    if measure().terms:
-                        self.is_sum = False
-                draws = not self.is_sum and self._draws_alone(trial, dependence)
+                dependence = self._measured(trial, micro_batches) if is_open or earlier is None else earlier
+                if is_open:
+                    draws = not self.is_sum and self._draws_alone(trial, dependence)
+                if is_open and dependence.measured and not dependence.terms:
+                    trial.states.learn(self.kinds)
+                elif draws or dependence.modules or not dependence.measured:
+                    self._learn_kinds(compute, trial.states, max(micro_batches))
         finally:
             after.restore()
         self.batch_dependence = dependence
         if draws:
-            dependence = UNKNOWN
+            self.batch_dependence = UNKNOWN
             drawn = "The step draws random numbers, and others for micro-batches"
-            dependence.warn(f"{drawn}: whether samples of a batch depend on each other is not known")
-            self.batch_dependence = dependence
-            return
-        if self.is_sum != was_sum:
+            UNKNOWN.warn(f"{drawn}: whether samples of a batch depend on each other is not known")
+        elif is_open and self.is_sum != was_sum:
             raise SplitRefusedError
-        trial.states.learn(self.kinds)
-        if not dependence.terms:
-            self.kinds.judge_means(list(trial.shares.values()) if len(trial.shares) == len(SPLIT) else None)
-        if dependence.terms and not dependence.modules:
+        elif is_open and dependence.terms and not dependence.modules:
             # No layer is the reason.
             raise self.refuse(f"cutting it changes its gradient by {percent(dependence.terms[LOSS])}")
-        dependence.warn()
+        elif is_open:
+            dependence.warn()
+        is_weighted = len(trial.shares) == len(SPLIT) and not self.is_sum
+        # Constants cannot take the place of numbers that NumPy has drawn.
+        is_random = len(losses) >= len(SPLIT) + 1 and not math.isclose(
+            losses[-3], losses[-2] + losses[-1], rel_tol=_DREW
+        )
+        self.kinds.judge(list(trial.shares.values()) if is_weighted else None, is_random=is_random)
+
+    def _measured(self, trial: _Parts, micro_batches: tuple[int, ...]) -> BatchDependence:
+        """Measures the dependence of samples on each other; takes a loss for a sum where that explains it."""
+        assert self.engine is not None, "a batch was split"
+        # A limit of the user's own need not be where memory ends.
+        has_room = self.settings.limits is not None and not self.engine.batcher.ooms_rescued
+        measure = partial(self.engine.batcher.measure_dependence, trial, micro_batches, has_room=has_room)
+        dependence = measure()
+        if dependence.terms and not dependence.modules:
+            self.is_sum = True
+            if measure().terms:
+                self.is_sum = False
+        return dependence
 
     def _draws_alone(self, trial: _Parts, dependence: BatchDependence) -> bool:
         """Tells whether other random numbers change a gradient about as much as the split of its batch did."""
@@ -1012,7 +1049,7 @@ class _Parts:
     @property
     def largest(self) -> int:
         """Samples of the trial that were computed whole and in two parts; 0: none were."""
-        return self.states.compared
+        return self.states.spans[0][1] if self.states.spans else 0
 
     def _computed(self, part: Part) -> tuple[Tensor, float | None]:
         """Computes the loss of a part. An error is the batch's own where the whole batch raises it, too."""

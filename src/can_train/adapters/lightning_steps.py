@@ -575,13 +575,13 @@ def _set_batch_value(metric: Any, before: Mapping[str, Any]) -> None:
 
 
 def _reduced(how: Any, values: Sequence[Any], combination: Combination, place: tuple[Any, ...]) -> Any:
-    """Combines the values of a batch's parts, as Lightning's `reduce_fx` says, else their mean."""
-    name, kind = getattr(how, "__name__", how), combination.kinds.by_place.get(place, "")
+    """Combines the values of a batch's parts by their kind; where it is not known, as Lightning's `reduce_fx` says."""
+    name = getattr(how, "__name__", how)
+    if name not in ("sum", "min", "max") or combination.kinds.by_place.get(place):
+        return combination.number(values, place)
     if name == "sum":
-        return combination.count(values, kind)
-    if name in ("min", "max"):
-        return getattr(torch.stack([torch.as_tensor(value) for value in values]), name)()
-    return combination.mean(values, kind, place)
+        return combination.count(values)
+    return getattr(torch.stack([torch.as_tensor(value) for value in values]), name)()
 
 
 def with_total(value: Any, total: tuple[Tensor, Tensor] | None) -> Any:

@@ -1,15 +1,17 @@
 """The parts of a batch, and the values of the whole batch, made of the values of its parts: outputs of a step, logged
 numbers, attributes of a module.
 
-Rows stand one after the other, means are averaged, counts are added up. The kind of a value is seen where its parts
-leave no doubt, or where a few samples were computed whole and in two parts. A value that none of these make, such as
-the square root of a mean, is averaged, and noted. Arithmetic only.
+Rows stand one after the other, means are averaged, totals and counts are added up, and of maxima the largest is taken.
+Some samples are computed whole and in two parts: that rules out kinds that a value is not of. A value that no kind
+makes, such as the square root of a mean, is averaged, and noted. Arithmetic only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -18,15 +20,18 @@ from torch import Tensor
 # First names of places whose numbers are more probably counts of steps than of samples.
 ATTRIBUTE: Final = "attribute"
 ROW: Final = "row of a logger"
+_OF_OBJECT: Final = 3  # Length of the place of an attribute; entries of its containers have longer ones
 _ROWS: Final = "rows"
-_COUNT: Final = "count"
-_SAME: Final = "same"
+_ADDED: Final = "added up"  # Changes since the value that the parts began with
+_SUM: Final = "sum"  # Of values that the step has set anew
 _MEAN: Final = "mean"  # Weighted as the loss is
 _SAMPLE_MEAN: Final = "mean over samples"
 _MOST: Final = "largest"
 _LEAST: Final = "smallest"
-_OTHER: Final = "other"
-_MEAN_TOLERANCE: Final = 1e-3  # Relative: sums of single precision, and products of half precision
+_TOLERANCE: Final = 1e-3  # Relative: sums of single precision, and products of half precision
+_CLOSER: Final = 10.0  # A kind that is so many times closer to the whole rules the other kinds out
+_ROUND_OFFS: Final = 4.0  # Units of the last place that tell no kind from another
+_NEARER: Final = 0.25  # Distance of a total ÷ distance of a mean, below which an inexact value is probably a total
 
 Place = tuple[Any, ...]  # Of a value: the names and positions that lead to it
 
@@ -61,78 +66,193 @@ class SplitRefusedError(Exception):
     """Ends the parts of a batch that is not split, or is computed again in another way."""
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """A value of a few samples, and of their two parts. Each began with the value `earlier`; None: with none."""
+
+    whole: Any
+    parts: Sequence[Any]
+    sizes: Sequence[int]
+    earlier: Any
+
+    def possible(self, weights: Sequence[float]) -> tuple[str, ...]:
+        """Returns the kinds that make the whole of its parts, weighted as in the loss; empty: none does."""
+        distances = self._distances(weights)
+        size, best = _largest(self.whole, *self.parts), min(distances.values())
+        if best > _TOLERANCE * size:
+            return ()
+        bound = max(_CLOSER * best, _ROUND_OFFS * _last_place(self.whole) * size)
+        return tuple(kind for kind, distance in distances.items() if distance <= bound)
+
+    def is_nearer_to_total(self, weights: Sequence[float]) -> bool:
+        """Tells whether the whole is far nearer to a total of its parts than to a mean, though it is neither: they may
+        have other random numbers.
+        """
+        distances = self._distances(weights)
+        return distances[_ADDED] < _NEARER * distances[_MEAN]
+
+    def _distances(self, weights: Sequence[float]) -> dict[str, float]:
+        earlier = _as_numbers(self.earlier) if isinstance(self.earlier, Tensor) else self.earlier
+        candidates = _candidates([_as_numbers(part) for part in self.parts], earlier, weights, self.sizes)
+        whole = _as_numbers(self.whole)
+        return {kind: _largest(made() - whole) for kind, made in candidates.items()}
+
+
 @dataclass
 class Kinds:
     """The kinds of values that were computed whole and in two parts."""
 
-    by_place: dict[Place, str] = field(default_factory=dict)
-    # Values that may be means, with the values and sizes of their parts.
-    _means: dict[Place, tuple[Any, Sequence[Any], Sequence[int]]] = field(default_factory=dict)
+    by_place: dict[Place, tuple[str, ...]] = field(default_factory=dict)  # That are possible, the most probable first
+    _seen: dict[Place, _Seen] = field(default_factory=dict)  # Values that are not judged yet
     _averaged: dict[str, None] = field(default_factory=dict)  # Names of values that a mean was made of, though none is
+    _guessed: dict[str, None] = field(default_factory=dict)  # Names of values whose kind is not certain
     _told: set[str] = field(default_factory=set)
 
     def average(self, place: Place) -> None:
         """Notes a value that is averaged though the batch's value is no mean of its parts' values."""
         self._averaged[_name(place)] = None
 
+    def guess(self, place: Place) -> None:
+        """Notes a value that may be of another kind than the kind that was taken."""
+        self._guessed[_name(place)] = None
+
     def newly_averaged(self) -> list[str]:
         """Returns the names of averaged values that are no means, each once."""
-        names = [name for name in self._averaged if name not in self._told]
+        return self._untold(self._averaged)
+
+    def newly_guessed(self) -> list[str]:
+        """Returns the names of values whose kind is not certain, each once."""
+        return self._untold(self._guessed)
+
+    def _untold(self, noted: Iterable[str]) -> list[str]:
+        names = [name for name in noted if name not in self._told]
         self._told.update(names)
         return names
 
-    def judge_means(self, weights: Sequence[float] | None = None) -> None:
-        """Judges the values that may be means by the weights of their parts in the loss; None: their sizes."""
-        for place, (whole, parts, sizes) in self._means.items():
-            of_loss, stacked = sizes if weights is None or not sum(weights) else weights, torch.stack(list(parts))
-            candidates = {_MEAN: weighted_mean(parts, of_loss), _SAMPLE_MEAN: weighted_mean(parts, sizes),
-                          _MOST: stacked.amax(0), _LEAST: stacked.amin(0)}  # fmt: skip
-            close = (kind for kind, value in candidates.items() if _is_close(value, whole))
-            self.by_place[place] = next(close, _OTHER)
-        self._means.clear()
+    def judge(self, weights: Sequence[float] | None = None, *, is_random: bool = False) -> None:
+        """Judges the values that were seen, by the weights of their parts in the loss; None: by their sizes. Kinds that
+        the value of earlier samples was not of stay ruled out. `is_random`: whole and parts have other random numbers.
+        """
+        for place, seen in self._seen.items():
+            of_loss = seen.sizes if weights is None or not sum(weights) else weights
+            possible, earlier = seen.possible(of_loss), self.by_place.get(place, ())
+            if not possible and place[:1] == (ATTRIBUTE,) and seen.is_nearer_to_total(of_loss):
+                possible = (_ADDED,)
+                self.guess(place)
+            elif not possible and is_random:
+                possible = earlier or (_MEAN,)
+            self.by_place[place] = tuple(kind for kind in earlier if kind in possible) or possible
+        self._seen.clear()
 
-    def learn(self, place: Place, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> None:
-        """Sees a value of a few samples, and of their two parts of `sizes`."""
+    def forget(self) -> None:
+        """Forgets the values that are not judged yet."""
+        self._seen.clear()
+
+    def learn(self, place: Place, whole: Any, parts: Sequence[Any], sizes: Sequence[int], earlier: Any = None) -> None:
+        """Sees a value of a few samples, and of their two parts of `sizes`, for `judge`. Each began with the value
+        `earlier`; None: with none.
+        """
         if isinstance(whole, Mapping):
             for name, value in whole.items():
                 if all(isinstance(part, Mapping) and name in part for part in parts):
                     self.learn((*place, name), value, [part[name] for part in parts], sizes)
         elif isinstance(whole, tuple | list):
-            if all(len(part) == len(whole) for part in parts):
+            if all(isinstance(part, tuple | list) and len(part) == len(whole) for part in parts):
                 for position, value in enumerate(whole):
-                    self.learn((*place, position), value, [part[position] for part in parts], sizes)
-        elif isinstance(whole, Tensor | int | float) and (kind := _kind(whole, parts, sizes)):
-            self.by_place[place] = kind
-            if kind == _MEAN:
-                self._means[place] = _as_numbers(whole), list(map(_as_numbers, parts)), sizes
+                    of_parts = [part[position] for part in parts]
+                    self.learn((*place, position), value, of_parts, sizes, _member(earlier, position))
+        elif all(isinstance(value, Tensor | int | float) for value in (whole, *parts)):
+            self._learn_numbers(place, _Seen(whole, parts, sizes, earlier))
+
+    def of(self, place: Place) -> tuple[str, ...] | None:
+        """Returns the kinds that a value may be of; None: nothing is known of it. A new entry of a container is of the
+        kind of the container's other entries.
+        """
+        if place in self.by_place or place[:1] != (ATTRIBUTE,) or len(place) <= _OF_OBJECT:
+            return self.by_place.get(place)
+        peers = [kinds for other, kinds in self.by_place.items() if other[:-1] == place[:-1]]
+        return tuple(kind for kind in peers[0] if all(kind in kinds for kinds in peers)) or None if peers else None
+
+    def learn_entries(
+        self, place: Place, whole: Sequence[Any], parts: Sequence[Sequence[Any]], sizes: Sequence[int]
+    ) -> None:
+        """Sees the entries that a few samples, and their two parts, have appended to a list."""
+        if len(whole) == sum(map(len, parts)):
+            self.by_place[place] = (_ROWS,)
+        elif all(len(part) == len(whole) for part in parts):
+            self.by_place[place] = ()
+            self.learn(place, list(whole), parts, sizes)
+
+    def _learn_numbers(self, place: Place, seen: _Seen) -> None:
+        whole, *parts = (torch.as_tensor(value) for value in (seen.whole, *seen.parts))
+        if whole.dim() and [len(whole), *(len(part) for part in parts if part.dim())] == [sum(seen.sizes), *seen.sizes]:
+            self.by_place[place] = (_ROWS,)
+            return
+        are_alike = whole.dtype != torch.bool and all(part.shape == whole.shape for part in parts)
+        # Zeros tell nothing, nor do numbers that are not finite.
+        if are_alike and _largest(whole, *parts) and all(value.isfinite().all() for value in (whole, *parts)):
+            self._seen[place] = seen
 
 
-def _kind(whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Returns the kind of a number or a tensor; empty: another one, or it cannot be told."""
-    value, values = torch.as_tensor(whole), [torch.as_tensor(part) for part in parts]
-    if value.dim() and [len(value), *map(len, values)] == [sum(sizes), *sizes]:
-        return _ROWS
-    if any(one.shape != value.shape for one in values):
-        return ""
-    is_same = all(torch.equal(one, value) for one in values)
-    is_count = torch.allclose(sum(values[1:], start=values[0]).double(), value.double(), atol=0.0)
-    if is_same == is_count:
-        # Zeros tell nothing. Whether it is a mean is judged once the weights of the parts are known.
-        return "" if is_same or value.dtype == torch.bool else _MEAN
-    return _SAME if is_same else _COUNT
+def _member(values: Any, position: int) -> Any:
+    """Returns a member of a tuple; None where there is none."""
+    return values[position] if isinstance(values, tuple) and position < len(values) else None
+
+
+def _candidates(
+    values: Sequence[Any], earlier: Any, weights: Sequence[float], sizes: Sequence[int]
+) -> dict[str, Callable[[], Any]]:
+    """Returns functions that make the batch's number of its parts' numbers, by kind, the most probable kind first."""
+    candidates: dict[str, Callable[[], Any]] = {_ADDED: partial(_added, values, earlier)}
+    if is_change(earlier, values[0]):
+        candidates[_SUM] = partial(_added, values, None)
+    return {
+        **candidates,
+        _MEAN: partial(weighted_mean, values, weights),
+        _SAMPLE_MEAN: partial(weighted_mean, values, sizes),
+        _MOST: partial(_extreme, values, largest=True),
+        _LEAST: partial(_extreme, values, largest=False),
+    }
+
+
+def is_change(earlier: Any, value: Any) -> bool:
+    """Tells whether a number is a change of an earlier one; from infinity there is none."""
+    if isinstance(earlier, Tensor):
+        is_alike = isinstance(value, Tensor) and value.shape == earlier.shape and value.dtype == earlier.dtype
+        return is_alike and earlier.dtype != torch.bool and bool(earlier.isfinite().all())
+    # A total may begin with 0, and go on with tensors.
+    is_number = isinstance(earlier, int | float) and isinstance(value, Tensor | int | float)
+    return is_number and not isinstance(earlier, bool) and not isinstance(value, bool) and math.isfinite(earlier)
+
+
+def _added(values: Sequence[Any], earlier: Any) -> Any:
+    """Adds up the changes from an earlier number; where there is none, the numbers."""
+    if is_change(earlier, values[0]):
+        return earlier + sum(value - earlier for value in values)
+    return sum(values[1:], start=values[0])
+
+
+def _extreme(values: Sequence[Any], *, largest: bool) -> Any:
+    if not isinstance(values[0], Tensor):
+        return max(values) if largest else min(values)
+    stacked = torch.stack(list(values))
+    return stacked.amax(0) if largest else stacked.amin(0)
 
 
 def _as_numbers(value: Any) -> Tensor:
-    """Returns numbers that can be compared: small ones, on the host."""
-    return torch.as_tensor(value).detach().to("cpu", torch.float64)
+    """Returns numbers that can be compared, on the host."""
+    return torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
 
 
-def _is_close(value: Tensor, whole: Tensor) -> bool:
-    if not whole.numel():
-        return True
-    distance, size = (value - whole).abs().max(), whole.abs().max()
-    # Numbers that are not finite tell nothing.
-    return not bool(distance > _MEAN_TOLERANCE * size)
+def _largest(*values: Any) -> float:
+    """Returns the largest absolute number."""
+    return max((float(numbers.abs().max()) for numbers in map(_as_numbers, values) if numbers.numel()), default=0.0)
+
+
+def _last_place(value: Any) -> float:
+    """Returns the relative distance of a number from the next one."""
+    dtype = value.dtype if isinstance(value, Tensor) else torch.float64
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
 def _name(place: Place) -> str:
@@ -165,70 +285,140 @@ class Combination:
     weights: Sequence[float]
     kinds: Kinds = field(default_factory=Kinds)
 
-    def combine(self, values: Sequence[Any], place: Place = ()) -> Any:
-        """Combines the values of the parts into the batch's."""
-        first, kind = values[0], self.kinds.by_place.get(place, "")
-        grows = place[:1] not in ((ATTRIBUTE,), (ROW,))
+    def of(self, positions: Sequence[int]) -> Combination:
+        """Returns the combination of some of the parts."""
+        return replace(self, sizes=[self.sizes[position] for position in positions],
+                       weights=[self.weights[position] for position in positions])  # fmt: skip
+
+    def combine(self, values: Sequence[Any], place: Place = (), earlier: Any = None) -> Any:
+        """Combines the values of the parts into the batch's. Each part began with the value `earlier`; None: none."""
+        first = values[0]
         if len(values) == 1 or first is None:
             return values[-1]
         if isinstance(first, Mapping):
             return {name: self.combine([value[name] for value in values], (*place, name)) for name in first}
         if isinstance(first, tuple | list):
-            if isinstance(first, list) and [len(value) for value in values] == list(self.sizes):
-                return [entry for value in values for entry in value]
+            lengths = [len(value) for value in values]
+            if len(set(lengths)) > 1 or (isinstance(first, list) and lengths == list(self.sizes)):
+                return type(first)(entry for value in values for entry in value)
             members = [
-                self.combine(entries, (*place, position))
+                self.combine(entries, (*place, position), _member(earlier, position))
                 for position, entries in enumerate(zip(*values, strict=True))
             ]  # fmt: skip
             return type(first)(*members) if hasattr(first, "_fields") else type(first)(members)
         if isinstance(first, Tensor):
-            return self._tensor(values, kind, place, grows)
-        if isinstance(first, bool) or not isinstance(first, int | float):
+            lengths = [len(value) for value in values if value.dim()]
+            are_rows = self.kinds.by_place.get(place, (_ROWS,)) == (_ROWS,)
+            if lengths and are_rows and (lengths == list(self.sizes) or len(set(lengths)) > 1):
+                return torch.cat(list(values))
+            if first.dtype == torch.bool:
+                return torch.stack(list(values)).all(0)
+        elif isinstance(first, bool) or not isinstance(first, int | float):
             return first
-        if isinstance(first, float):
-            return self.mean(values, kind, place)
-        return self._whole_number(values, kind, place, grows=grows)
+        return self.number(values, place, earlier)
 
-    def _whole_number(self, values: Sequence[Any], kind: str, place: Place, *, grows: bool) -> Any:
-        if kind not in (_MEAN, _SAMPLE_MEAN, _MOST, _LEAST, _OTHER):
-            return self.count(values, kind, grows=grows)
-        combined = self.mean([torch.as_tensor(value) for value in values], kind, place)
-        first = values[0]
-        return combined.round().to(first.dtype) if isinstance(first, Tensor) else type(first)(round(float(combined)))
+    def entries(self, new: Sequence[Sequence[Any]], place: Place) -> list[Any]:
+        """Combines the entries that the parts have appended to a list: one after the other, or each with its peers."""
+        lengths, kinds = [len(entries) for entries in new], self.kinds.by_place.get(place)
+        are_of_samples = kinds is None and lengths[0] > 1 and lengths == list(self.sizes)
+        if kinds == (_ROWS,) or are_of_samples or len(set(lengths)) > 1:
+            return [entry for entries in new for entry in entries]
+        return [self.combine(peers, (*place, position)) for position, peers in enumerate(zip(*new, strict=True))]
 
-    def _tensor(self, values: Sequence[Tensor], kind: str, place: Place, grows: bool) -> Tensor:
-        first, lengths = values[0], [len(value) for value in values if value.dim()]
-        if lengths and kind in ("", _ROWS) and (lengths == list(self.sizes) or len(set(lengths)) > 1):
-            return torch.cat(list(values))
-        if first.is_floating_point():
-            combined: Tensor = self.mean(values, kind, place)
-            return combined
-        if first.dtype == torch.bool:
-            return torch.stack(list(values)).all(0)
-        return torch.as_tensor(self._whole_number(values, kind, place, grows=grows))
-
-    def mean(self, values: Sequence[Any], kind: str = "", place: Place = ()) -> Any:
-        """Returns the weighted mean of numbers or tensors; their sum, the largest or the smallest, where these are
-        known to make the batch's. A value that is known to be something else is noted.
+    def number(self, values: Sequence[Any], place: Place = (), earlier: Any = None) -> Any:
+        """Returns the batch's number or tensor. Notes a value that no kind makes, and a value that a step keeps whose
+        possible kinds differ.
         """
-        if kind == _COUNT:
-            return sum(values[1:], start=values[0])
-        if kind in (_MOST, _LEAST):
-            extreme = torch.stack([torch.as_tensor(value) for value in values])
-            found = extreme.amax(0) if kind == _MOST else extreme.amin(0)
-            return found if isinstance(values[0], Tensor) else float(found)
-        if kind == _OTHER:
+        kinds, candidates = self.kinds.of(place), _candidates(values, earlier, self.weights, self.sizes)
+        is_kept = place[:1] == (ATTRIBUTE,)
+        if kinds is None or kinds == (_ROWS,):
+            return self._guess_of(values, place, earlier) if is_kept else self._unknown(values, place)
+        if not kinds:
             self.kinds.average(place)
-        return weighted_mean(values, self.sizes if kind == _SAMPLE_MEAN else self.weights)
+            return self._of_kind(_MEAN, values, candidates)
+        kind = kinds[0] if kinds[0] in candidates else _ADDED
+        if kind == _ADDED and _LEAST in kinds:
+            # A count does not fall.
+            kind = _LEAST
+        is_best = kind == _MEAN and _leaves_some(values, earlier)
+        if is_kept and (is_best or self._is_doubtful(kind, kinds, values, candidates)):
+            self.kinds.guess(place)
+        return self._of_kind(kind, values, candidates)
 
-    def count(self, values: Sequence[Any], kind: str = "", *, grows: bool = True) -> Any:
-        """Adds counts up. A number that the samples do not change, such as a count of steps, stays as it is; `grows`:
-        where nothing is known, equal numbers that are the sizes of the parts are counts of their samples.
+    def _is_doubtful(
+        self, kind: str, kinds: Sequence[str], values: Sequence[Any], candidates: Mapping[str, Callable[[], Any]]
+    ) -> bool:
+        """Tells whether a kind that is possible, too, makes another number of the parts' numbers."""
+        rivals = [rival for rival in kinds if rival in candidates and {kind, rival} != {_MEAN, _SAMPLE_MEAN}]
+        if kind == _ADDED and _are_whole(values):
+            # Samples that add nothing to a count are usual. They leave a maximum possible, too.
+            rivals = [rival for rival in rivals if rival not in (_MOST, _LEAST)]
+        made = self._of_kind(kind, values, candidates)
+        return any(not _is_close(self._of_kind(rival, values, candidates), made) for rival in rivals if rival != kind)
+
+    def _of_kind(self, kind: str, values: Sequence[Any], candidates: Mapping[str, Callable[[], Any]]) -> Any:
+        first = values[0]
+        if kind not in (_MEAN, _SAMPLE_MEAN) or _is_fraction(first):
+            return candidates[kind]()
+        if _are_equal(values):
+            return first
+        mean = weighted_mean([torch.as_tensor(value) for value in values],
+                             self.weights if kind == _MEAN else self.sizes)  # fmt: skip
+        return mean.round().to(first.dtype) if isinstance(first, Tensor) else type(first)(round(float(mean)))
+
+    def _unknown(self, values: Sequence[Any], place: Place) -> Any:
+        """Returns the batch's number where nothing is known of it."""
+        if _is_fraction(values[0]):
+            return weighted_mean(values, self.weights)
+        return self.count(values, grows=place[:1] != (ROW,))
+
+    def _guess_of(self, values: Sequence[Any], place: Place, earlier: Any) -> Any:
+        """Returns the batch's number, which a step keeps, where nothing is known of it: counts of samples, and whole
+        numbers that differ, are added up; other numbers are averaged, and numbers that are equal stay.
         """
-        is_of_samples = grows and not kind and _are_equal((values[0], self.sizes[0]))
-        if kind != _COUNT and _are_equal(values) and not is_of_samples:
+        changes = [value - earlier for value in values] if is_change(earlier, values[0]) else values
+        if self._are_sizes(changes) or sum(not _are_equal((change, 0)) for change in changes) == 1:
+            return _added(values, earlier)
+        is_step = _are_equal([*changes, 1])
+        if self._are_sizes(values) and not is_step:
+            return _added(values, None)
+        if not _are_equal(values) or (is_step and max(self.sizes) == 1):
+            # With one sample in each part, a count of samples is a count of steps.
+            self.kinds.guess(place)
+        if _are_equal(values):
+            return values[0]
+        return weighted_mean(values, self.weights) if _is_fraction(values[0]) else _added(values, earlier)
+
+    def _are_sizes(self, values: Sequence[Any]) -> bool:
+        return max(self.sizes) > 1 and all(_are_equal(pair) for pair in zip(values, self.sizes, strict=True))
+
+    def count(self, values: Sequence[Any], *, grows: bool = True) -> Any:
+        """Adds counts up. A number that the samples do not change, such as a count of steps, stays as it is; `grows`:
+        equal numbers that are the sizes of the parts are counts of their samples.
+        """
+        if _are_equal(values) and not (grows and _are_equal((values[0], self.sizes[0]))):
             return values[0]
         return sum(values[1:], start=values[0])
+
+
+def _leaves_some(values: Sequence[Any], earlier: Any) -> bool:
+    """Tells whether some parts, and not all, have left a number as it was: it may be the best of all steps."""
+    if not is_change(earlier, values[0]):
+        return False
+    return len({_are_equal((value, earlier)) for value in values}) > 1
+
+
+def _are_whole(values: Sequence[Any]) -> bool:
+    """Tells whether all numbers are whole."""
+    return all(_largest(_as_numbers(value).frac()) == 0 for value in values)
+
+
+def _is_fraction(value: Any) -> bool:
+    return value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, float)
+
+
+def _is_close(value: Any, whole: Any) -> bool:
+    return _largest(_as_numbers(value) - _as_numbers(whole)) <= _TOLERANCE * _largest(whole)
 
 
 def _are_equal(values: Sequence[Any]) -> bool:

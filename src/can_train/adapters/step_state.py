@@ -5,13 +5,13 @@ that the parts of a batch have changed are joined to those of the whole batch.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache, wraps
-from itertools import pairwise
+from itertools import islice, pairwise
 from operator import is_
 from types import FunctionType, MethodType, NoneType
 from typing import Any, Final
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from can_train.adapters.part_values import ATTRIBUTE, Combination, Kinds, whole_and_parts
+from can_train.adapters.part_values import ATTRIBUTE, Combination, Kinds, Place, is_change, whole_and_parts
 from can_train.fit.collate import leaves
 from can_train.fit.random_state import Generators
 from can_train.fit.rescue import add_to_gradients
@@ -190,49 +190,27 @@ class StepState:
             raise
         add_to_gradients(aside)
 
-    def appended(self) -> dict[tuple[int, str], tuple[Any, list[Any]]]:
-        """Returns the lists and deques among the attributes that have new entries since the state was read, each with
-        these, by the position of its owner and its name.
+    def changes(self) -> Changes:
+        """Returns what has changed in the attributes of the user's objects, in the containers among them and in their
+        buffers since the state was read. Places begin with the position of the owner.
         """
-        lists = {}
-        for position, attributes in enumerate(self._attributes):
-            for name, earlier in attributes.lengths.items():
-                values = vars(attributes.owner).get(name)
-                if values is not attributes.values[name]:
-                    continue
-                is_list = isinstance(values, list)
-                new = values[earlier:] if is_list else _newest(values, attributes.entries_before(values))
-                if new:
-                    lists[position, name] = (values, new)
-        return lists
-
-    def changed(self) -> dict[tuple[Any, ...], tuple[Any, Any, Any]]:
-        """Returns the numbers, tensors and tuples of them among the attributes of the user's objects, in their dicts
-        and their buffers, that are others than when the state was read, by the position of the owner and the names:
-        owner, earlier value, value.
-        """
-        values: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
+        changes = Changes()
         for position, attributes in enumerate(self._attributes[: len(self._with_attributes)]):
             if hasattr(attributes.owner, "metric_state"):
                 continue
-            for name, value in vars(attributes.owner).items():
-                if name in _MODULE_PARTS:
-                    continue
-                if _is_number(value) and attributes.has_changed(name, value):
-                    earlier = attributes.values.get(name)
-                    values[position, name] = (attributes.owner, attributes.before(earlier), _detached(value))
-                elif isinstance(value, dict) and (entries := attributes.entries_before(value)) is not None:
-                    for key, entry in value.items():
-                        if _is_number(entry) and attributes.has_changed_from(entries.get(key), entry):
-                            before = attributes.before(entries.get(key))
-                            values[position, name, key] = (value, before, _detached(entry))
-        for position, (module, name), _, version, copied in self._own_buffers():
+            owner = attributes.owner
+            for name, value in vars(owner).items():
+                if name not in _MODULE_PARTS:
+                    earlier = attributes.values.get(name, getattr(type(owner), name, None))
+                    attributes.note(changes, (position, name), (owner, earlier, value))
+        for position, (module, name), tensor, version, copied in self._own_buffers():
             value = module._buffers[name]
-            if value is None or (value.is_floating_point() and _version(value) == version):
+            is_same = value is tensor and value.is_floating_point() and _version(value) == version
+            if value is None or is_same or value.shape != copied.shape:
                 continue
             if not torch.equal(value, copied.to(value.device)):
-                values[-1 - position, name] = (module, copied.to(value.device), value.clone())
-        return values
+                changes.numbers[-1 - position, name] = (module, copied.to(value.device), value.clone())
+        return changes
 
     def _own_buffers(self) -> Iterator[tuple[int, tuple[nn.Module, str], Tensor, int, Tensor]]:
         """Yields the buffers of numbers of the user's modules: position, place, buffer, version, copy."""
@@ -331,15 +309,13 @@ class Attributes:
     _kept: AbstractSet[str]
     _copied_names: list[str]
     # fmt: off
-    __slots__ = ("_containers", "_copied_names", "_earlier", "_kept", "_kinds", "_names", "_tensors",
-                 "lengths", "owner", "values")
+    __slots__ = ("_containers", "_copied_names", "_earlier", "_kept", "_kinds", "_names", "_tensors", "owner", "values")
     # fmt: on
 
     def __init__(self, owner: Any, skip: AbstractSet[str] = frozenset(), *, since: Attributes | None = None) -> None:
         self.owner = owner
         self.values = vars(owner).copy()
-        self.lengths: dict[str, int] = {}
-        self._containers: list[tuple[Any, Any]] = []
+        self._containers: dict[int, tuple[Any, Any]] = {}  # Container and its entries, or their number, by its id
         self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}  # Tensor, its version, and its copy, by its id
         self._earlier = {} if since is None else since._tensors
         # Looking at each attribute takes longer than comparing all names and classes with the earlier ones.
@@ -358,12 +334,9 @@ class Attributes:
             if type(owner).__name__ == _LOGGED:
                 self._copied_names = []
         if isinstance(owner, dict):
-            self._containers.append((owner, dict(owner)))
+            self._containers[id(owner)] = owner, dict(owner)
         for name in self._copied_names:
-            value = self.values[name]
-            if isinstance(value, list | deque):
-                self.lengths[name] = len(value)
-            self._add(value, _DEPTH)
+            self._add(self.values[name], _DEPTH)
         self._earlier = {}
 
     def _add(self, value: Any, depth: int) -> None:
@@ -373,10 +346,10 @@ class Attributes:
         elif depth and isinstance(value, list | deque | dict | set):
             if len(value) <= _LONGEST:
                 # `copy.copy` of a class derived from dict takes ten times as long.
-                self._containers.append((value, dict(value) if isinstance(value, dict) else list(value)))
+                self._containers[id(value)] = value, dict(value) if isinstance(value, dict) else list(value)
             elif isinstance(value, list | dict):
                 # Such as a vocabulary. Copying it in each step would take longer than the step.
-                self._containers.append((value, len(value)))
+                self._containers[id(value)] = value, len(value)
             for entry in () if len(value) > _WALKED else value.values() if isinstance(value, dict) else value:
                 self._add(entry, depth - 1)
 
@@ -387,27 +360,62 @@ class Attributes:
             return kept
         return tensor, version, tensor.detach().clone()
 
-    def has_changed(self, name: str, value: Any) -> bool:
-        """Tells whether an attribute has another value than when it was read, or was changed in place."""
-        return self.has_changed_from(self.values.get(name), value)
+    def note(self, changes: Changes, place: Place, state: tuple[Any, Any, Any], depth: int = _DEPTH) -> None:
+        """Adds the changes at a place to `changes`; `state` is the owner of the value there, the value before, and the
+        value.
+        """
+        owner, earlier, value = state
+        if _is_number(value):
+            if self._has_changed(earlier, value):
+                changes.numbers[place] = (owner, self._before(earlier), _detached(value))
+            return
+        if not depth or not isinstance(value, list | deque | dict | set):
+            return
+        if isinstance(value, dict):
+            before = self._entries_of(earlier if isinstance(earlier, dict) else None, {})
+        else:
+            # A new list has the entries of this batch.
+            before = self._entries_of(value, []) if value is earlier else []
+        if before is None:
+            return
+        known = before if isinstance(before, int) else len(before)
+        if isinstance(value, dict):
+            is_long = isinstance(before, int)
+            for name, entry in islice(value.items(), known if is_long else 0, None):
+                before_entry = None if is_long else before.get(name)
+                self.note(changes, (*place, name), (value, before_entry, entry), depth - 1)
+            return
+        if isinstance(value, list):
+            new = value[known:]
+            for position, entries in enumerate(() if isinstance(before, int) else zip(before, value, strict=False)):
+                self.note(changes, (*place, position), (value, *entries), depth - 1)
+        elif isinstance(value, deque):
+            new = _newest(value, before)
+        else:
+            new = list(value.difference(before))
+        if new:
+            changes.appended[place] = (owner, value, new)
 
-    def has_changed_from(self, earlier: Any, value: Any) -> bool:
+    def _has_changed(self, earlier: Any, value: Any) -> bool:
         """Tells whether a value is another than an earlier one, or was changed in place."""
         if value is not earlier:
             return True
         tensor, version, _ = self._tensors.get(id(value), (None, 0, None))
         return tensor is value and _version(tensor) != version
 
-    def before(self, value: Any) -> Any:
+    def _before(self, value: Any) -> Any:
         """Returns a value as it was when it was read: the copy of a tensor that may have been changed in place."""
         tensor, _, copied = self._tensors.get(id(value), (None, 0, None))
         return copied if tensor is value and tensor is not None else value
 
-    def entries_before(self, container: Any) -> Any:
-        """Returns the entries of a container when it was read; None where it was not there, or was not copied."""
-        entries = (earlier for one, earlier in self._containers if one is container)
-        found = next(entries, None)
-        return None if isinstance(found, int) else found
+    def _entries_of(self, container: Any, new: Any) -> Any:
+        """Returns the entries of a container when it was read, or their number where there were many; None where it was
+        not looked at; and `new` where there was none.
+        """
+        if container is None:
+            return new
+        known, entries = self._containers.get(id(container), (None, None))
+        return entries if known is container else None
 
     def restore(self) -> None:
         """Restores them."""
@@ -415,7 +423,7 @@ class Attributes:
         for name in state.keys() - self.values.keys() - self._kept:
             del state[name]
         state.update((name, value) for name, value in self.values.items() if name not in self._kept)
-        for container, earlier in self._containers:
+        for container, earlier in self._containers.values():
             if isinstance(earlier, int):
                 while len(container) > earlier:
                     container.popitem() if isinstance(container, dict) else container.pop()
@@ -434,14 +442,26 @@ def _kept_of(owner: Any, values: Mapping[str, Any]) -> frozenset[str]:
     return kept | {"batch"} if isinstance(owner, dict) else kept
 
 
+@dataclass(frozen=True)
+class Changes:
+    """What a part of a batch has changed.
+
+    Attributes:
+        numbers: Numbers, tensors and tuples of them, by their places: owner, earlier value, value.
+        appended: Lists, deques and sets with new entries, by their places: owner, container, new entries.
+    """
+
+    numbers: dict[Place, tuple[Any, Any, Any]] = field(default_factory=dict)
+    appended: dict[Place, tuple[Any, Any, list[Any]]] = field(default_factory=dict)
+
+
 class PartStates:
     """The attributes and metrics that the parts of a batch begin and end with."""
 
     def __init__(self, state: StepState, samples: int) -> None:
         self._state, self._samples = state, samples
         self._metrics: dict[int, list[Attributes]] = {}  # Before each part, by its first sample
-        self._appended: dict[tuple[int, int], dict[tuple[int, str], tuple[Any, list[Any]]]] = {}
-        self._changed: dict[tuple[int, int], dict[tuple[Any, ...], tuple[Any, Any, Any]]] = {}
+        self._changes: dict[tuple[int, int], Changes] = {}
 
     def begin(self, start: int, *, metrics_too: bool = True) -> None:
         """Restores the attributes that the batch began with, and the metrics that an earlier try of the part has
@@ -455,88 +475,101 @@ class PartStates:
             self._metrics[start] = self._state.read_metrics()
 
     def end(self, start: int, stop: int) -> None:
-        """Notes the attributes that the part has changed, and the entries that it has appended to lists."""
-        self._appended[start, stop] = self._state.appended()
-        self._changed[start, stop] = self._state.changed()
+        """Notes what the part has changed."""
+        self._changes[start, stop] = self._state.changes()
 
     @property
-    def compared(self) -> int:
-        """Samples that were computed whole and in two parts; 0: none were."""
-        spans = whole_and_parts(self._changed)
-        return spans[0][1] if spans else 0
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The samples that were computed whole, and their two parts; empty: none were."""
+        return whole_and_parts(self._changes)
 
     def learn(self, kinds: Kinds) -> None:
         """Learns from samples that were computed whole and in two parts, which kinds of values these are."""
-        if not (spans := whole_and_parts(self._changed)):
+        if not (spans := self.spans):
             return
-        whole, *parts = spans
-        sizes = [stop - start for start, stop in parts]
-        for key, (_, new) in self._appended[whole].items():
-            for place, entry in enumerate(new):
-                of_parts = [self._appended[part].get(key, (None, []))[1] for part in parts]
-                if all(len(entries) == len(new) for entries in of_parts):
-                    kinds.learn(("list", *key, place), entry, [entries[place] for entries in of_parts], sizes)
-        for key in self._changed[whole]:
-            if all(key in self._changed[part] for part in parts):
-                values = [_change(*self._changed[span][key][1:]) for span in spans]
-                kinds.learn((ATTRIBUTE, *key), values[0], values[1:], sizes)
+        sizes, changes = [stop - start for start, stop in spans[1:]], [self._changes[span] for span in spans]
+        for place in _places(one.appended for one in changes):
+            new = [one.appended[place][2] if place in one.appended else [] for one in changes]
+            kinds.learn_entries(("list", *place), new[0], new[1:], sizes)
+        for place in _places(one.numbers for one in changes):
+            records = [one.numbers.get(place) for one in changes]
+            _, earlier, value = next(record for record in records if record)
+            # A count of something that a part does not have.
+            unchanged = 0 * value if earlier is None and isinstance(value, Tensor | int | float) else earlier
+            values = [record[2] if record else unchanged for record in records]
+            kinds.learn((ATTRIBUTE, *place), values[0], values[1:], sizes, earlier)
 
     def join(self, weights: Mapping[int, float], kinds: Kinds) -> None:
-        """Gives attributes that every part has changed, and lists that every part has appended to, the values of the
-        whole batch; `weights` has the parts' weights in the batch, by their first samples.
+        """Gives attributes, and the entries of containers, the values of the whole batch; `weights` has the parts'
+        weights in the batch, by their first samples.
         """
         if len(weights) < 2:
             return
         spans = list(pairwise([*weights, self._samples]))
-        combination = Combination([stop - start for start, stop in spans], list(weights.values()), kinds)
-        for key, (values, last) in self._appended[spans[-1]].items():
-            each = [self._appended[span][key][1] for span in spans if key in self._appended[span]]
-            if len(each) == len(spans) and {len(new) for new in each} == {len(last)}:
-                joined = [combination.combine(new, ("list", *key, place))
-                          for place, new in enumerate(zip(*each, strict=True))]  # fmt: skip
-                for place, entry in enumerate(joined, len(values) - len(last)):
-                    values[place] = entry
-        for key, (owner, earlier, _) in self._changed[spans[-1]].items():
-            values = [self._changed[span][key][2] for span in spans if key in self._changed[span]]
-            if len(values) == len(spans):
-                # Every value is a change of the same earlier one, or none is.
-                changes = [_change(earlier, value) for value in values]
-                combined = combination.combine(changes, (ATTRIBUTE, *key))
-                is_change = all(_is_changed_by(earlier, value) for value in values)
-                _set_changed(owner, key[-1], earlier + combined if is_change else combined)
+        sizes, changes = [stop - start for start, stop in spans], [self._changes[span] for span in spans]
+        combination = Combination(sizes, list(weights.values()), kinds)
+        for place in _places(one.appended for one in changes):
+            records = [one.appended.get(place) for one in changes]
+            owner, container, _ = next(record for record in reversed(records) if record)
+            new = [record[2] if record else [] for record in records]
+            _set_entries(container, len((records[-1] or (None, None, []))[2]), combination, new, place)
+            _set_changed(owner, place[-1], container)
+        for place in _places(one.numbers for one in changes):
+            self._join_number(place, [one.numbers.get(place) for one in changes], combination)
+
+    def _join_number(
+        self, place: Place, records: Sequence[tuple[Any, Any, Any] | None], combination: Combination
+    ) -> None:
+        owner, earlier, value = next(record for record in reversed(records) if record)
+        known = [position for position, record in enumerate(records) if record or is_change(earlier, value)]
+        values = [earlier if (record := records[position]) is None else record[2] for position in known]
+        _set_changed(owner, place[-1], combination.of(known).combine(values, (ATTRIBUTE, *place), earlier))
 
 
-def _change(earlier: Any, value: Any) -> Any:
-    """Returns numbers and tensors as the difference from earlier ones, other values as they are."""
-    return value - earlier if _is_changed_by(earlier, value) else value
+def _places(by_place: Iterable[Mapping[Place, Any]]) -> list[Place]:
+    """Returns the places of all mappings, each once."""
+    return list(dict.fromkeys(place for one in by_place for place in one))
 
 
-def _is_changed_by(earlier: Any, value: Any) -> bool:
-    """Tells whether a value is an earlier one with a change; from infinity there is none."""
-    if isinstance(value, Tensor) and isinstance(earlier, Tensor):
-        is_alike = value.shape == earlier.shape and value.dtype == earlier.dtype != torch.bool
-        return is_alike and bool(earlier.isfinite().all())
-    return type(value) is type(earlier) and isinstance(value, int | float) and math.isfinite(earlier)
+def _set_entries(
+    container: Any, number: int, combination: Combination, new: Sequence[Sequence[Any]], place: Place
+) -> None:
+    """Replaces the last `number` entries of a list or deque by the entries of the whole batch; a set has all entries
+    of the parts.
+    """
+    if isinstance(container, set):
+        container.update(*new)
+        return
+    for _ in range(number):
+        container.pop()
+    container.extend(combination.entries(new, ("list", *place)))
 
 
 def _set_changed(owner: Any, name: Any, value: Any) -> None:
     """Sets an attribute, or an entry, to its value after the whole batch; a tensor that was changed in place stays
     itself.
     """
-    current = owner[name] if isinstance(owner, dict) else getattr(owner, name)
+    if isinstance(owner, dict):
+        current = owner.get(name, _MISSING)
+    elif isinstance(owner, list):
+        if name >= len(owner):
+            return
+        current = owner[name]
+    else:
+        current = getattr(owner, name, _MISSING)
+    if current is value:
+        return
     if isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:
         with torch.no_grad():
             current.copy_(value)
-    elif isinstance(owner, dict):
+    elif isinstance(owner, dict | list):
         owner[name] = value
     else:
         setattr(owner, name, value)
 
 
-def _newest(values: deque[Any], earlier: Sequence[Any] | None) -> list[Any]:
+def _newest(values: deque[Any], earlier: Sequence[Any]) -> list[Any]:
     """Returns the entries that were appended to a deque, which may have dropped its oldest ones meanwhile."""
-    if earlier is None:
-        return []
     entries = list(values)
     most = min(len(entries), len(earlier))
     # None of them may be left.

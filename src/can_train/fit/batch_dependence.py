@@ -413,6 +413,17 @@ def _without_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
             module.training = True
 
 
+@contextmanager
+def no_dependence(model: nn.Module) -> Iterator[None]:
+    """Lets a sample have the same values in any part of its batch, in the block: dropout is off, normalising layers use
+    their running statistics, and a constant takes the place of random numbers.
+    """
+    mode = NoDropout()
+    mode.draws_alike = True
+    with mode, _without_statistics(filter(_normalises, model.modules())):
+        yield
+
+
 def change_by_draws(model: nn.Module, losses_of: Callable[[int, int], Losses], samples: int) -> float:
     """Returns the largest relative difference of gradients of the first samples of a batch, computed twice, with other
     random numbers each time; leaves the model, and the generators, as they were. Dropout is off.
