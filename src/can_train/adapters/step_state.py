@@ -17,6 +17,7 @@ from types import FunctionType, MethodType, NoneType
 from typing import Any, Final
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -42,6 +43,7 @@ _CONSTANTS: Final = frozenset({NoneType, bool, int, float, str, torch.device, to
 _LISTED_READS: Final = 50  # Reads after which the modules are listed again
 _MISSING: Final = object()  # In place of an attribute that is not there
 _LOGGED: Final = "_ResultMetric"  # Lightning's class of a logged value, which changes no tensor in place
+_NUMERIC: Final = "iuf"  # Kinds of NumPy's formats that are numbers
 _DEPTH: Final = 3  # Levels of containers in containers, and of the user's objects in objects
 
 
@@ -316,7 +318,8 @@ class Attributes:
         self.owner = owner
         self.values = vars(owner).copy()
         self._containers: dict[int, tuple[Any, Any]] = {}  # Container and its entries, or their number, by its id
-        self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}  # Tensor, its version, and its copy, by its id
+        # Tensor, its version, and its copy, by its id; or an array.
+        self._tensors: dict[int, tuple[Any, int, Any]] = {}
         self._earlier = {} if since is None else since._tensors
         # Looking at each attribute takes longer than comparing all names and classes with the earlier ones.
         self._names, self._kinds = list(self.values), list(map(type, self.values.values()))
@@ -343,6 +346,9 @@ class Attributes:
         if isinstance(value, Tensor):
             if value.numel() <= _COPIED_NUMBERS and not isinstance(value, nn.Parameter):
                 self._tensors[id(value)] = self._copied(value)
+        elif isinstance(value, np.ndarray):
+            if value.size <= _COPIED_NUMBERS and value.flags.writeable and _is_number(value):
+                self._tensors[id(value)] = value, -1, value.copy()
         elif depth and isinstance(value, list | deque | dict | set):
             if len(value) <= _LONGEST:
                 # `copy.copy` of a class derived from dict takes ten times as long.
@@ -400,8 +406,10 @@ class Attributes:
         """Tells whether a value is another than an earlier one, or was changed in place."""
         if value is not earlier:
             return True
-        tensor, version, _ = self._tensors.get(id(value), (None, 0, None))
-        return tensor is value and _version(tensor) != version
+        tensor, version, copied = self._tensors.get(id(value), (None, 0, None))
+        if tensor is not value or tensor is None:
+            return False
+        return not np.array_equal(value, copied) if isinstance(value, np.ndarray) else _version(tensor) != version
 
     def _before(self, value: Any) -> Any:
         """Returns a value as it was when it was read: the copy of a tensor that may have been changed in place."""
@@ -431,7 +439,9 @@ class Attributes:
             container.clear()
             container.extend(earlier) if isinstance(container, list | deque) else container.update(earlier)
         for tensor, version, values in self._tensors.values():
-            if _version(tensor) != version or version < 0:
+            if isinstance(tensor, np.ndarray):
+                np.copyto(tensor, values)
+            elif _version(tensor) != version or version < 0:
                 tensor.detach().copy_(values)
 
 
@@ -495,9 +505,10 @@ class PartStates:
             records = [one.numbers.get(place) for one in changes]
             _, earlier, value = next(record for record in records if record)
             # A count of something that a part does not have.
-            unchanged = 0 * value if earlier is None and isinstance(value, Tensor | int | float) else earlier
+            unchanged = 0 * value if earlier is None and not isinstance(value, tuple) else earlier
             values = [record[2] if record else unchanged for record in records]
-            kinds.learn((ATTRIBUTE, *place), values[0], values[1:], sizes, earlier)
+            whole, *of_parts, earlier = map(_as_tensor, (*values, earlier))
+            kinds.learn((ATTRIBUTE, *place), whole, of_parts, sizes, earlier)
 
     def join(self, weights: Mapping[int, float], kinds: Kinds) -> None:
         """Gives attributes, and the entries of containers, the values of the whole batch; `weights` has the parts'
@@ -520,10 +531,15 @@ class PartStates:
     def _join_number(
         self, place: Place, records: Sequence[tuple[Any, Any, Any] | None], combination: Combination
     ) -> None:
-        owner, earlier, value = next(record for record in reversed(records) if record)
+        owner, before, last = next(record for record in reversed(records) if record)
+        earlier, value = _as_tensor(before), _as_tensor(last)
         known = [position for position, record in enumerate(records) if record or is_change(earlier, value)]
-        values = [earlier if (record := records[position]) is None else record[2] for position in known]
-        _set_changed(owner, place[-1], combination.of(known).combine(values, (ATTRIBUTE, *place), earlier))
+        values = [earlier if (record := records[position]) is None else _as_tensor(record[2]) for position in known]
+        joined = combination.of(known).combine(values, (ATTRIBUTE, *place), earlier)
+        if isinstance(last, np.ndarray | np.generic) and isinstance(joined, Tensor):
+            numbers = joined.numpy().astype(last.dtype)
+            joined = numbers if isinstance(last, np.ndarray) else numbers[()]
+        _set_changed(owner, place[-1], joined)
 
 
 def _places(by_place: Iterable[Mapping[Place, Any]]) -> list[Place]:
@@ -562,6 +578,8 @@ def _set_changed(owner: Any, name: Any, value: Any) -> None:
     if isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:
         with torch.no_grad():
             current.copy_(value)
+    elif isinstance(current, np.ndarray) and isinstance(value, np.ndarray) and current.shape == value.shape:
+        np.copyto(current, value)
     elif isinstance(owner, dict | list):
         owner[name] = value
     else:
@@ -578,9 +596,11 @@ def _newest(values: deque[Any], earlier: Sequence[Any]) -> list[Any]:
 
 
 def _is_number(value: Any) -> bool:
-    """Tells whether an attribute is a number, a tensor, or a tuple of them, such as the state of an LSTM."""
+    """Tells whether an attribute is a number, a tensor, an array, or a tuple of tensors, as the state of an LSTM is."""
     if isinstance(value, tuple):
         return bool(value) and all(isinstance(entry, Tensor) for entry in value)
+    if isinstance(value, np.ndarray | np.generic):
+        return value.dtype.kind in _NUMERIC
     return isinstance(value, Tensor | int | float) and not isinstance(value, bool | nn.Parameter)
 
 
@@ -588,7 +608,16 @@ def _detached(value: Any) -> Any:
     """Returns a value as it is now, without its graph."""
     if isinstance(value, tuple):
         return tuple(entry.detach().clone() for entry in value)
+    if isinstance(value, np.ndarray):
+        return value.copy()
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _as_tensor(value: Any) -> Any:
+    """Returns an array, or a number, of NumPy as a tensor, other values as they are."""
+    if isinstance(value, float) or not isinstance(value, np.ndarray | np.generic):
+        return value
+    return torch.from_numpy(np.asarray(value).astype(np.int64 if value.dtype.kind in "iu" else np.float64))
 
 
 def _is_uncounted(tensor: Tensor) -> bool:
@@ -621,7 +650,7 @@ def _remove_from(hooks: Any, first: int) -> None:
 @lru_cache
 def _is_copied(kind: type) -> bool:
     """Tells whether values of a class may change in place."""
-    return issubclass(kind, Tensor | list | deque | dict | set)
+    return issubclass(kind, Tensor | np.ndarray | list | deque | dict | set)
 
 
 def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
