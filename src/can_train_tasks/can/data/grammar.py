@@ -208,6 +208,7 @@ class ParsedRows:
     error_frames: int  # rows of error frames that are left out; not malformed
     xl_frames: int = 0  # CAN XL frames that are left out
     cut: int = 0  # well-formed rows whose payload was longer than the DLC and was cut
+    requests: int = 0  # rows that ask to send a frame which another row has, and are left out
 
     def select(self, chosen: NDArray[np.bool_]) -> ParsedRows:
         """Returns the well-formed rows where `chosen` [M] is True, and all malformed rows."""
@@ -246,6 +247,7 @@ def parse_rows(lines: pl.Series, grammar: Grammar) -> ParsedRows:
         error_frames=error_frames,
         xl_frames=num_bad - len(bad),
         cut=num_cut,
+        requests=0,
     )
 
 

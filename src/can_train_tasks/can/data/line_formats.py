@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
 import polars as pl
 
 from can_train_tasks.can.data.grammar import (
@@ -25,6 +26,7 @@ from can_train_tasks.can.data.grammar import (
     SPACED_BYTES,
     TIMESTAMP,
     Grammar,
+    ParsedRows,
 )
 
 _WORD: Final = "[0-9A-Za-z_ -]*"
@@ -131,6 +133,32 @@ _ASC_EVENT: Final = (
     rf"CANFD{GAP}[0-9]+{GAP}{_ASC_NO_DIRECTION}|[0-9]+{GAP}{_ASC_NO_ID}(?:{BLANKS}\r?$|{GAP}{_ASC_NO_DIRECTION})))"
 )
 _ASC_XL: Final = rf"{_ASC_TIME}CANXL{GAP}"
+
+
+# The row of a frame up to its direction.
+_ASC_UP_TO_DIRECTION: Final = rf"{_ASC_TIME}(?:CANFD{GAP})?[0-9]+{GAP}(?:{HEX}[xX]?{GAP})?"
+
+
+class TransmitRequests:
+    """Leaves out the requests of an ASC log (TxRq) to send frames that the log has as sent (Tx), too: each of these
+    frames was on the bus once. Requests of an ID that is never logged as sent stand for the frames.
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._is_asc = grammar.name == "asc"
+        self._sent = np.zeros(0, np.uint32)  # IDs of frames that were logged as sent, so far
+
+    def of(self, rows: ParsedRows, lines: pl.Series) -> ParsedRows:
+        """Returns the rows of the next block of lines, without the requests of IDs that are logged as sent so far."""
+        if not self._is_asc or not lines.str.contains("TxRq", literal=True).any():
+            return rows
+        of_rows = lines.gather(rows.position)
+        requested, sent = (
+            of_rows.str.contains(f"{_ASC_UP_TO_DIRECTION}{word}{GAP}").to_numpy() for word in ("TxRq", "Tx")
+        )
+        self._sent = np.union1d(self._sent, rows.can_id[sent])
+        left_out = requested & np.isin(rows.can_id, self._sent)
+        return replace(rows.select(~left_out), requests=int(np.count_nonzero(left_out)))
 
 
 _ASC_SETTINGS: Final = r"(?i)^base +(?P<base>hex|dec)(?: +timestamps +(?P<timestamps>absolute|relative))?"

@@ -47,6 +47,7 @@ from can_train_tasks.can.data.grammar import (
     parse_rows,
 )
 from can_train_tasks.can.data.graphs import BENIGN, MAX_KINDS, PAUSE_S, Frames, Ints, named_id, too_many_kinds
+from can_train_tasks.can.data.line_formats import TransmitRequests
 from can_train_tasks.can.data.log_text import BLOCK_BYTES, LogText, TextSample
 from can_train_tasks.can.data.recordings import Recording, TableText, recording_format
 from can_train_tasks.can.data.sidecars import Injection, find_sidecar
@@ -108,7 +109,7 @@ class _TextLog:
         self.grammar, self._narrow, self.channel, self.other_columns, self.benign_column = recognised
         if settings.channel:
             self._narrow = None
-        self._clock = LogClock(self.grammar)
+        self._clock, self._requests = LogClock(self.grammar), TransmitRequests(self.grammar)
         self.line_bytes = self._text.line_bytes
 
     def _recognised(self, settings: CanDatasetSettings) -> Recognised:
@@ -128,7 +129,7 @@ class _TextLog:
             raise
 
     def blocks(self) -> Iterator[Block]:
-        self._clock = LogClock(self.grammar)
+        self._clock, self._requests = LogClock(self.grammar), TransmitRequests(self.grammar)
         return ((first_line, lines, self._parse(lines)) for first_line, lines in self._text.blocks())
 
     def sample(self, num_parts: int, part_bytes: int, reach_bytes: int) -> tuple[TextSample, Iterable[Block]]:
@@ -140,7 +141,7 @@ class _TextLog:
         if self._narrow is not None and rows.malformed["line"].str.contains(self.grammar.pattern).any():
             self._narrow = None  # another channel, or a label
             rows = parse_rows(lines, self.grammar)
-        rows = self._clock.of(rows, lines)
+        rows = self._clock.of(self._requests.of(rows, lines), lines)
         if self._clock.elapsed_s > MAX_TIME_S:
             raise DataError("The times of the log's lines add up to more than any clock shows",
                             value=f"{self._path}: {self._clock.elapsed_s:.3g} s after its beginning",
@@ -500,6 +501,7 @@ class ReadReport:
     examples: list[RowProblem] = field(default_factory=list)  # the first bad rows, in the order of the file
     error_frames: int = 0  # error frames, left out; not malformed
     xl_frames: int = 0  # CAN XL frames, left out; not malformed
+    requests: int = 0  # requests to send frames that the log has, too; left out
     cut: int = 0  # frames with padding bytes after the bytes of the DLC
     labelled: int = 0  # frames whose row has a label
     labels: Counter[str] = field(default_factory=Counter)  # frames of each label
@@ -540,6 +542,7 @@ class ReadReport:
         self.error_frames += rows.error_frames
         self.xl_frames += rows.xl_frames
         self.cut += rows.cut
+        self.requests += rows.requests
         self.labelled += 0 if rows.label is None else rows.label.len() - rows.label.null_count()
         if rows.label is not None:
             _count(self.labels, rows.label.str.strip_chars(' "\t\r'))
@@ -613,6 +616,7 @@ class ReadReport:
         parts = {
             counted(self.error_frames, "error frame"): self.error_frames,
             counted(self.xl_frames, "CAN XL frame"): self.xl_frames,
+            counted(self.requests, "transmit request"): self.requests,
             f"{counted(not_chosen, 'frame')} not of {self.chosen_channel}": not_chosen,
             f"{counted(self.malformed, 'malformed row')} ({self._reasons()})": self.malformed,
         }
@@ -665,6 +669,11 @@ class ReadReport:
         if self.xl_frames:
             xl_frames = counted(self.xl_frames, "CAN XL frame", "were")
             sentences.append(f"{name}: {xl_frames} left out: CAN XL has no CAN IDs")
+        if self.requests:
+            requests = counted(self.requests, "request", "were")
+            sentences.append(
+                f"{name}: {requests} to send a frame (TxRq) left out: the log has the sent frames (Tx), too"
+            )
         if self.cut:
             its, were = ("its", "was") if self.cut == 1 else ("their", "were")
             cut = counted(self.cut, "payload", "have")

@@ -32,7 +32,7 @@ from can_train_tasks.can.data.clocks import TICKS_PER_SECOND, LogClock, are_diff
 from can_train_tasks.can.data.formats import header_grammars, number_texts, shortened, with_unit
 from can_train_tasks.can.data.grammar import MAX_CAN_ID, Grammar, ParsedRows, parse_rows
 from can_train_tasks.can.data.graphs import Frames
-from can_train_tasks.can.data.line_formats import line_grammars, variants
+from can_train_tasks.can.data.line_formats import TransmitRequests, line_grammars, variants
 from can_train_tasks.can.data.payload_fields import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 from can_train_tasks.can.data.recordings import recording_format
 from can_train_tasks.can.settings import CanDatasetSettings, ColumnSettings
@@ -254,6 +254,7 @@ class TextInput(FrameInput):
         self._grammar: Grammar | None = None
         self._before: Grammar | None = None  # the grammar that was given up
         self._log_clock: LogClock | None = None  # once the grammar is known
+        self._requests: TransmitRequests | None = None  # once the grammar is known
         self._unknown: list[str | None] = []  # the first lines, as long as their format is not known
         self._unknown_bytes = 0
         self._awaits_more = False  # whether a format reads the first lines, but more lines must tell its unit or bases
@@ -389,6 +390,7 @@ class TextInput(FrameInput):
             yield from self._recognised()
             return
         self._recent = [*self._recent, *lines[-RECENT_LINES:]][-RECENT_LINES:]
+        rows = self._requests.of(rows, series) if self._requests else rows
         rows = self._log_clock.of(rows, series) if self._log_clock else rows
         self.malformed.update(rows.malformed["reason"].to_list())
         if len(rows.timestamp):
@@ -462,7 +464,7 @@ class TextInput(FrameInput):
         if self._before is not None and not is_another:
             self._vain_lines = 0
         if self._before is None or is_another:
-            self._log_clock = LogClock(grammar)
+            self._log_clock, self._requests = LogClock(grammar), TransmitRequests(grammar)
         if is_another and self.channels.total():
             self._note("The lines no longer fit the format that the first ones told, and it was chosen anew")
         self._untimed, self._heading, self._recent = choice.untimed, choice.heading(lines), []

@@ -103,6 +103,29 @@ def test_error_frames_are_counted_and_said(tmp_path: Path) -> None:
     assert reader.report.summary() == ["log: 5 error frames were left out"]
 
 
+@pytest.mark.parametrize("block_bytes", [1 << 20, 150])
+def test_a_frame_of_asc_that_is_requested_and_sent_counts_once(tmp_path: Path, block_bytes: int) -> None:
+    def row(number: int, can_id: str, direction: str) -> str:
+        if number % 2:
+            return f"   {number / 100:.6f} 1  {can_id}  {direction}  d 1 {number:02X}\n"
+        return f"   {number / 100:.6f} CANFD 1 {direction} {can_id}  1 0 1 1 {number:02X}\n"
+
+    # 100 is sent after it was requested, 200 is requested alone, and 300 is received.
+    rows = [row(number, *sent) for number in range(1, 31)
+            for sent in (("300", "Rx"), ("100", "TxRq"), ("100", "Tx"), ("200", "TxRq"))]  # fmt: skip
+    (tmp_path / "log.asc").write_text("base hex  timestamps absolute\n" + "".join(rows))
+    reader, frames = read(tmp_path / "log.asc", block_bytes)
+    ids, counts = np.unique(frames.can_id, return_counts=True)
+    assert ids.tolist() == [0x100, 0x200, 0x300]
+    # A block that ends between a request and the first sent frame cannot know.
+    assert counts.tolist() == [30, 30, 30] if block_bytes > 150 else counts[0] in (30, 31)
+    assert reader.report.requests == 120 - len(frames)
+    assert reader.report.malformed == 0
+    assert reader.report.summary()[0].startswith(f"log.asc: {reader.report.requests} requests were to send a frame")
+    assert "transmit requests" in reader.report.left_out()
+    assert reader.line_numbers(np.arange(len(frames)))[-1] == 121
+
+
 def test_times_of_asc_that_count_from_the_line_before_are_added_up(tmp_path: Path) -> None:
     head = "base hex  timestamps relative\n   0.500000 Start of measurement\n"
     (tmp_path / "log.asc").write_text(head + "   0.250000 1  123  Rx  d 1 00\n" * 4)
