@@ -112,6 +112,12 @@ def test_what_is_wrong_with_a_line_is_said_in_a_sentence(line: Line, flags: tupl
     assert said in line(*flags, code=2)[1]
 
 
+def test_an_error_is_a_line_of_json_as_each_event(line: Line) -> None:
+    out, _ = line("--json", "--hold", "0/3", code=2)
+    (text,) = out.splitlines()
+    assert json.loads(text)["error"]["exit_code"] == 2
+
+
 def test_a_task_without_live_detection_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["detect", str(tmp_path), "--runs-dir", str(tmp_path)]) == 2
     assert "Traceback" not in capsys.readouterr().err

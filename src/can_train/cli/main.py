@@ -260,7 +260,8 @@ def _print_error(error: CanTrainError, *, as_json: bool) -> int:
     print_error(error)
     try:
         if as_json and not error.in_json:
-            print_json({"error": error.to_plain()})
+            # A command may print an object a line before.
+            print_json({"error": error.to_plain()}, in_one_line=True)
         sys.stdout.flush()
     except OSError:
         _discard_output()

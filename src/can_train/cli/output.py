@@ -341,9 +341,9 @@ def _print_paragraphs(table: TextTable, widths: Sequence[int], console: Console)
     console.print()
 
 
-def print_json(values: Any) -> None:
+def print_json(values: Any, *, in_one_line: bool = False) -> None:
     """Prints plain values as JSON; a number that is not finite becomes null."""
-    text = json.dumps(finite(values), indent=2, ensure_ascii=False)
+    text = json.dumps(finite(values), indent=None if in_one_line else 2, ensure_ascii=False)
     # JSON escapes most control characters, and `printable` would escape the others in a way that JSON does not have.
     shown = CONTROL.sub(lambda character: f"\\u{ord(character[0]):04x}", text)
     print(shown, file=_data_file(), flush=True)

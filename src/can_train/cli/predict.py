@@ -6,20 +6,20 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from can_train.cli import output
 from can_train.cli.output import Verbosity
 from can_train.cli.run_locator import Device, Run, RunDataRoot, RunLocator, RunsDir, StateDir, TrustCode, WeightsFile
-from can_train.errors import ConfigError, Stopped
+from can_train.errors import CanTrainError, ConfigError, Stopped
 from can_train.io.records import expanded
 from can_train.reporter import COLUMNS, wrapped
 
@@ -107,7 +107,8 @@ def predict(  # noqa: PLR0913 - Typer makes an option of each argument
             samples = model.read(data, tuple(set_ or ()))
             reading_s = time.perf_counter() - began
             file = out if out == _STANDARD else str(expanded(out)) + "/" * out.endswith("/")
-            done = _write(model, samples, _Places(out=file, format=format_, preview=place), reporter)
+            copy = str(data) if dataset == _STANDARD else ""
+            done = _write(model, samples, _Places(out=file, format=format_, preview=place, copy=copy), reporter)
     if verbosity != Verbosity.QUIET:
         shown = "" if out == _STANDARD else f"; predictions: {out}"
         shown += f"; preview: {preview}" if preview else ""
@@ -158,11 +159,14 @@ def _no_preview(preview: str) -> ConfigError:
 
 @dataclass(frozen=True, kw_only=True)
 class _Places:
-    """Where predictions are written; an empty `preview`: there is none."""
+    """Where predictions are written; an empty `preview`: there is none. `copy` is the file that standard input was
+    copied to; empty where the data set is another.
+    """
 
     out: str
     format: str
     preview: str
+    copy: str
 
 
 def _write(model: LoadedModel, samples: object, places: _Places, reporter: Reporter) -> int:
@@ -181,10 +185,17 @@ def _write(model: LoadedModel, samples: object, places: _Places, reporter: Repor
             reporter.stage("predicting", total=getattr(samples, "total", None), unit=model.counted)
         )
         for count, columns in model.tables(samples, *watchers):
-            write(columns)
+            write({name: _without_copy(cells, places.copy) for name, cells in columns.items()})
             stage.advance(count)
             done += count
     return done
+
+
+def _without_copy(cells: Sequence[Any], copy: str) -> Sequence[Any]:
+    """Names standard input in the cells that name its copy, which is gone afterwards."""
+    if not copy or not len(cells) or not isinstance(cells[0], str):
+        return cells
+    return [_STANDARD if cell == copy else cell for cell in cells]
 
 
 @contextmanager
@@ -216,7 +227,11 @@ def _standard_input(dataset: str | None) -> Iterator[str | None]:
         with path.open("wb") as file:
             file.write(head)
             shutil.copyfileobj(sys.stdin.buffer, file)
-        yield str(path)
+        try:
+            yield str(path)
+        except CanTrainError as error:
+            error.value, error.remedy = (text.replace(str(path), _STANDARD) for text in (error.value, error.remedy))
+            raise
 
 
 def _ending(head: bytes) -> str:

@@ -1,6 +1,7 @@
 """The predictions of a finished run for logs without labels are the scores of an evaluation of the logs with labels."""
 
 import csv
+import sys
 from pathlib import Path
 
 import polars as pl
@@ -52,6 +53,21 @@ def test_all_windows_of_the_training_log_are_scored_if_it_is_named(tmp_path: Pat
     every = {row["first_frame"]: row["score"] for row in rows_of(out)}
     assert len(every) > len(tested) > 0
     assert {row["first_frame"] for row in tested} <= every.keys()
+
+
+def test_standard_input_has_its_own_name_in_rows_and_errors(
+    tmp_path: Path, state: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, log = tmp_path / "out.csv", bus_log(tmp_path / "log.csv", seed=1)
+    no_log = tmp_path / "none.csv"
+    no_log.write_text("a,b\n")
+    line = ["predict", str(finished_run("gat")), "--dataset", "-", "--out", str(out), *state]
+    for path, code in ((log, 0), (no_log, 2)):
+        with path.open() as file:
+            monkeypatch.setattr(sys, "stdin", file)
+            assert main(line) == code
+    assert {row["log"] for row in rows_of(out)} == {"-"}
+    assert "-:1: 'a,b'" in capsys.readouterr().err
 
 
 def test_a_loaded_run_scores_a_log_by_its_path(tmp_path: Path, state: tuple[str, ...]) -> None:
