@@ -560,6 +560,12 @@ def _grows(cells: list[str]) -> bool:
     return len(numbers) == len(cells) > 1 and all(before < after for before, after in pairwise(numbers))
 
 
+def _numbers_rows(header: _Header, name: str) -> bool:
+    """Tells whether a column has the numbers of the rows: no time grows by one from row to row."""
+    cells = header.cells[header.names.index(name)]
+    return _grows(cells) and all(float(after) - float(before) == 1 for before, after in pairwise(cells))
+
+
 def _recognised_columns(names: list[str], role: str) -> list[int]:
     """Returns the columns of a role. Several may hold the ID or the label: the first is the most likely one."""
     plain = [plain_name(name) for name in names]
@@ -614,7 +620,9 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
     if len(parsed.position) < RECOGNISED_SHARE * num_rows:
         if settings.format == "auto" and not best.header:
             _refuse_missing_column(header, path)
-            raise _unrecognised(sample, settings.format, path, first_row(sample))
+            # A row that the likeliest format reads says nothing.
+            row = parsed.malformed.row(0)[:3] if len(parsed.position) else first_row(sample)
+            raise _unrecognised(sample, settings.format, path, row)
         position, line, reason = bad = parsed.malformed.row(0)[:3]
         role = _ROLES_OF_REASONS.get(reason, "")
         if role not in header.roles:
@@ -731,8 +739,13 @@ def _refuse_missing_column(header: _Header, path: Path) -> None:
 def _name_column(header: _Header, role: str) -> str:
     """Writes the setting that names a role's column: the column without a role that looks most like it."""
     cells = {name: {*header.cells[column]} for column, name in header.unrecognised.items()}
-    fitting = [name for name, texts in cells.items() if texts and all(map(_LOOKS[role].fullmatch, texts))]
-    name = max(fitting, key=lambda name: len(cells[name]), default="NAME")
+    fitting = [name for name, texts in cells.items()
+               if texts and all(map(_LOOKS[role].fullmatch, texts)) and not _numbers_rows(header, name)]  # fmt: skip
+
+    def likeness(name: str) -> tuple[bool, int]:
+        return role == "timestamp" and "time" in plain_name(name), len(cells[name])
+
+    name = max(fitting, key=likeness, default="NAME")
     setting = set_option(f"dataset.columns.{role}", name)
     return f"{'Name the column' if fitting else 'Correct the log, or name the column'}: `{setting}`"
 

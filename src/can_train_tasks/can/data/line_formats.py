@@ -46,6 +46,8 @@ def _car_hacking(*, unlabelled_rows: bool) -> Grammar:
         labels=("R", "T"),
         unlabelled_rows=unlabelled_rows,
         padded=True,
+        # HCRL's CAN FD logs are written alike.
+        fd_groups=("dlc",),
     )
 
 

@@ -101,7 +101,7 @@ def test_a_row_is_read(name: str, row: str, can_id: int, payload: str) -> None:
         ("car_hacking", "1.5,0316,2,05,21,X", "the label is unknown"),
         ("car_hacking", "1.5,0316,2,05,2,R", "not made of whole hexadecimal bytes"),
         ("car_hacking", "1.5,0316,2,05,2g,R", "not made of whole hexadecimal bytes"),
-        ("car_hacking", "1.5,0316,9,01,02,03,04,05,06,07,08,09,R", "longer than 8 bytes"),
+        ("car_hacking", "1.5,0316,9,01,02,03,04,05,06,07,08,09,R", "no CAN FD frame has a payload of this length"),
         ("car_hacking", "1.5,20000000,0,R", "does not fit into 29 bits"),
         ("car_hacking", "1.5,123456789012345678901,0,R", "does not fit into 29 bits"),
         ("car_hacking", "1.5,03g6,0,R", "the ID is not a number"),

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import shlex
 import tempfile
 from collections.abc import Callable, Sequence
@@ -631,6 +632,33 @@ def test_binary_rubbish_inside_a_log_is_a_malformed_row(rubbish: bytes, tmp_path
     assert (report.frames, report.backwards) == (2 * len(TRAFFIC), 1)
     assert report.reasons == {"the row is truncated or not of this format": 1}
     assert report.examples[0].line == len(TRAFFIC) + 1
+
+
+def test_a_remedy_names_the_column_of_times_and_never_the_numbers_of_rows(tmp_path: Path) -> None:
+    rows = [f"{i},{i * 0.01:.3f},0.010,{0x1A0 + i % 9:03X},0102\n" for i in range(1, 60)]
+    for names, column in (("Line,Abs Time(Sec),Rel Time (Sec)", "Abs Time(Sec)"), ("Line,moment,gap", "moment")):
+        with pytest.raises(DataError, match="no timestamp column") as caught:
+            LogReader(write_log(tmp_path / "log.csv", f"{names},id,data\n{''.join(rows)}"), AUTO)
+        assert column in caught.value.remedy
+    with pytest.raises(DataError, match="no timestamp column") as caught:
+        LogReader(write_log(tmp_path / "log.csv", "Line,id,data\n" + "".join(re.sub(r",.*?,.*?,", ",", row)
+                                                                            for row in rows)), AUTO)  # fmt: skip
+    assert caught.value.remedy == "Correct the log, or name the column: `--set dataset.columns.timestamp=NAME`"
+
+
+def test_car_hacking_rows_of_can_fd_are_read(tmp_path: Path) -> None:
+    rows = [f"{1.5 + i / 100:.2f},0{0x1A0 + i % 9:03x},{size},{'0a,' * size}{'RT'[i % 7 == 0]}\n"
+            for i, size in enumerate((8, 16, 64, 5, 12, 0) * 10)]  # fmt: skip
+    done = read(write_log(tmp_path / "log.csv", "".join(rows)))
+    assert (done.reader.format, len(done.frames), done.reader.report.malformed) == ("car_hacking", 60, 0)
+    assert done.frames.length[:6].tolist() == [8, 16, 64, 5, 12, 0]
+    assert done.frames.payload[2].tolist() == [10] * 64
+    # A length that no frame has is told by a row that has it, not by the first row.
+    bad = [*rows[:20], *[row.replace(",16,", ",13,", 1).replace("0a,", "", 3) for row in rows[1::6] * 6]]
+    with pytest.raises(
+        DataError, match=r"log\.csv:21: '1\.51,01a1,13,.*: no CAN FD frame has a payload of this length"
+    ):
+        LogReader(write_log(tmp_path / "log.csv", "".join(bad)), AUTO)
 
 
 def test_an_unrecognised_log_is_refused_with_the_formats_and_its_first_line(tmp_path: Path) -> None:
