@@ -320,7 +320,7 @@ def _columns_grammars(header: _Header, sample: pl.Series, settings: CanDatasetSe
     )
     if "label" not in roles:
         late = _LATE_LABEL_OF_BYTES if grammar.byte_columns else _LATE_LABEL
-        return [replace(grammar, pattern=header.join(cells, late), unlabelled_rows=True)]
+        return [replace(grammar, pattern=header.join(cells, late), unlabelled_rows=True, late_labels=True)]
     if roles["label"] != [len(cells) - 1]:
         return [grammar]
     return [grammar, replace(grammar, pattern=header.join(cells[:-1], cells[-1]), unlabelled_rows=True)]

@@ -57,7 +57,9 @@ _MOMENT: Final = (
     r"(?P<offset>[-+][0-9]{2}:?[0-9]{2})?"
 )
 
-_TEXTS: Final = ("label", "kind", "channel", "remote", "request", "fd")  # groups that stay texts
+_NUMBERS_OF_ROWS: Final = ("position", "timestamp", "can_id", "length", "payload")  # fields of `ParsedRows`
+_TEXTS_OF_ROWS: Final = ("label", "kind", "channel", "direction")
+_TEXTS: Final = (*_TEXTS_OF_ROWS, "remote", "request", "fd")  # groups that stay texts
 
 SECONDS_A_DAY: Final = 86_400
 _LARGEST_WORD: Final = 2**16 - 1
@@ -134,6 +136,7 @@ class Grammar:
         no_row: Pattern of other lines that are neither frames nor malformed.
         any_character: Character class for the content of any field, to find the wrong field of a malformed row.
         header: The line above the rows; empty without such a line.
+        late_labels: Whether the label is a cell behind the last column that the header names.
         assumption: A guess that may be wrong, as a sentence for the user; empty without a guess.
     """
 
@@ -163,6 +166,7 @@ class Grammar:
     no_row: str = ""
     any_character: str = r"[^\s,]"
     header: str = ""
+    late_labels: bool = False
     assumption: str = ""
 
     def has(self, group: str) -> bool:
@@ -206,6 +210,7 @@ class ParsedRows:
     # Columns `position`, `line`, `reason`; `id` and `label`, null where unknown. No blank lines, comments or headers.
     malformed: pl.DataFrame
     error_frames: int  # rows of error frames that are left out; not malformed
+    direction: pl.Series | None = None  # [M] texts; None where the grammar does not capture directions
     xl_frames: int = 0  # CAN XL frames that are left out
     cut: int = 0  # well-formed rows whose payload was longer than the DLC and was cut
     requests: int = 0  # rows that ask to send a frame which another row has, and are left out
@@ -213,7 +218,7 @@ class ParsedRows:
     def select(self, chosen: NDArray[np.bool_]) -> ParsedRows:
         """Returns the well-formed rows where `chosen` [M] is True, and all malformed rows."""
         parts: dict[str, Any] = {}
-        for name in ("position", "timestamp", "can_id", "length", "payload", "label", "kind", "channel"):
+        for name in (*_NUMBERS_OF_ROWS, *_TEXTS_OF_ROWS):
             column = getattr(self, name)
             parts[name] = column.filter(pl.Series(chosen)) if isinstance(column, pl.Series) else column
             if isinstance(column, np.ndarray):
@@ -242,7 +247,7 @@ def parse_rows(lines: pl.Series, grammar: Grammar) -> ParsedRows:
         can_id=good["id"].to_numpy().astype(np.uint32),
         length=good["length"].to_numpy().astype(np.uint8),
         payload=_payload_bytes(good),
-        **{name: good[name] if grammar.has(name) else None for name in ("label", "kind", "channel")},
+        **{name: good[name] if grammar.has(name) else None for name in _TEXTS_OF_ROWS},
         malformed=malformed,
         error_frames=error_frames,
         xl_frames=num_bad - len(bad),

@@ -376,6 +376,7 @@ class LogReader:
             decimal_ids=self.id_base == "dec",
             may_be_differences=self._grammar is not None and may_be_differences(self._grammar),
             marked=Counter(dict.fromkeys(self._sidecar.injections if self._sidecar else (), 0)),
+            late_labels=self._grammar is not None and self._grammar.late_labels,
             other_columns=self._log.other_columns if isinstance(self._log, _TextLog) and not self._sidecar else "",
         )
 
@@ -505,6 +506,8 @@ class ReadReport:
     cut: int = 0  # frames with padding bytes after the bytes of the DLC
     labelled: int = 0  # frames whose row has a label
     labels: Counter[str] = field(default_factory=Counter)  # frames of each label
+    late_labels: bool = False  # whether labels are cells behind the last column that the header names
+    directions: Counter[str] = field(default_factory=Counter)  # frames of each direction, where rows end in it
     attacks: int = 0  # frames whose label in the log marks an attack
     other_columns: str = ""  # sentence about columns that may have labels, and are not read
     decimal_ids: bool = False  # whether the log writes IDs as decimal numbers
@@ -546,6 +549,8 @@ class ReadReport:
         self.labelled += 0 if rows.label is None else rows.label.len() - rows.label.null_count()
         if rows.label is not None:
             _count(self.labels, rows.label.str.strip_chars(' "\t\r'))
+        if rows.direction is not None:
+            _count(self.directions, rows.direction)
         _count(self.ids, pl.Series(rows.can_id))
         _count(self.lost_ids, rows.malformed["id"])
         _count(self.lost_labels, rows.malformed["label"].str.strip_chars(' "\t'))
@@ -680,6 +685,16 @@ class ReadReport:
             sentences.append(f"{name}: {cut} more bytes than {its} DLC, and {were} cut to it")
         if self.other_columns and not self.labelled:
             sentences.append(f"{name}: {self.other_columns}")
+        if self.late_labels and self.labels:
+            values = ", ".join(f"{label!r} ({count:,})" for label, count in _largest(self.labels))
+            sentences.append(f"{name}: the cells behind the last column were read as labels: {values}")
+        if {"R", "T"} <= self.directions.keys():
+            rows = " and ".join(f"{letter} ({counted(self.directions[letter], 'row')})" for letter in ("R", "T"))
+            option = set_option("dataset.format", "candump_labelled")
+            sentences.append(
+                f"{name}: {rows} at the end were read as the direction, received and sent; if T marks attacks, "
+                f"use `{option}`"
+            )
         if 0 < self.frames == self.attacks:
             values = ", ".join(f"{label!r} ({count:,})" for label, count in _largest(self.labels))
             option = set_option("dataset.benign_values", ["LABEL"])

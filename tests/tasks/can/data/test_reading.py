@@ -646,6 +646,32 @@ def test_a_remedy_names_the_column_of_times_and_never_the_numbers_of_rows(tmp_pa
     assert caught.value.remedy == "Correct the log, or name the column: `--set dataset.columns.timestamp=NAME`"
 
 
+def test_labels_behind_the_last_named_column_are_told_with_their_counts(tmp_path: Path) -> None:
+    rows = [f"{i / 100},{0x1A0 + i % 9:03X},0102,{int(i % 4 == 0)}\n" for i in range(60)]
+    read_late = read(write_log(tmp_path / "log.csv", f"time,id,data\n{''.join(rows)}")).reader
+    told = "log.csv: the cells behind the last column were read as labels: '0' (45), '1' (15)"
+    assert told in read_late.report.summary()
+    named = read(write_log(tmp_path / "log.csv", f"time,id,data,label\n{''.join(rows)}")).reader
+    assert (named.report.attacks, named.report.summary()) == (15, [])
+
+
+@pytest.mark.parametrize("block_bytes", [200, 1 << 20])
+def test_r_and_t_behind_all_rows_of_candump_are_told_with_the_setting_that_reads_labels(
+    tmp_path: Path, block_bytes: int
+) -> None:
+    rows = [f"({1600000000 + i / 100:.6f}) can0 1A0#0102 {'T' if i % 5 == 4 else 'R'}\n" for i in range(60)]
+    path = write_log(tmp_path / "log", "".join(rows))
+    directed = read(path, block_bytes=block_bytes).reader
+    (note,) = directed.report.summary()
+    assert note.startswith("log: R (48 rows) and T (12 rows) at the end were read as the direction")
+    assert not directed.labelled
+    (option,) = re.findall("`--set dataset.format=(.*)`", note)
+    labelled = read(path, CanDatasetSettings(format=option), block_bytes=block_bytes).reader
+    assert (labelled.report.attacks, labelled.report.summary()) == (12, [])
+    received = write_log(tmp_path / "log", "".join(rows).replace(" T", " R"))
+    assert read(received).reader.report.summary() == []
+
+
 def test_car_hacking_rows_of_can_fd_are_read(tmp_path: Path) -> None:
     rows = [f"{1.5 + i / 100:.2f},0{0x1A0 + i % 9:03x},{size},{'0a,' * size}{'RT'[i % 7 == 0]}\n"
             for i, size in enumerate((8, 16, 64, 5, 12, 0) * 10)]  # fmt: skip
