@@ -50,7 +50,7 @@ _FEWEST_PARTS: Final = 3  # fewest games or clips that can be split: training, v
 _PICTURES_KEPT: Final = 64  # pictures kept in memory when they are read without a cache, for a plan
 
 # Raise it whenever the prepared bytes of a picture change, so that folders of an earlier version are not used.
-_CACHE_VERSION: Final = 1
+_CACHE_VERSION: Final = 2
 
 Picture = NDArray[np.uint8]
 """[H, W, 3] red, green and blue."""
@@ -159,8 +159,9 @@ class FilePictures:
 
 @dataclass(frozen=True, eq=False)
 class VideoPictures:
-    """Pictures of a video file, decoded when they are read. A picture is found by its time, from the key picture before
-    it; pictures in order are decoded once.
+    """Pictures of a video file, as a decoder shows them, decoded when they are read. A picture is found by its time,
+    from the key picture before it; where a file has no times of its pictures, by counting from the first picture.
+    Pictures in order are decoded once.
 
     Attributes:
         path: The file.
@@ -176,12 +177,32 @@ class VideoPictures:
 
     @cached_property
     def _times(self) -> list[int]:
-        """Time of each picture of the video, in the stream's unit."""
+        """Time of each picture of the video, in the stream's unit; its number where pictures are counted."""
+        if self._are_timed:
+            return sorted(self._packet_times)
         with _decoding(self.path), load_av().open(str(self.path)) as container:
-            times = sorted(packet.pts for packet in container.demux(video=0) if packet.pts is not None)
+            return [*range(sum(1 for _ in container.decode(video=0)))]
+
+    @cached_property
+    def _packet_times(self) -> list[Any]:
+        """Time of each packet, in the order of the file."""
+        with _decoding(self.path), load_av().open(str(self.path)) as container:
+            # An editor that cuts a video without encoding it leaves pictures before the cut, which no player shows.
+            times = [packet.pts for packet in container.demux(video=0) if packet.size and not packet.is_discard]
         if not times:
             raise _no_video(self.path, "it has no pictures")
         return times
+
+    @cached_property
+    def _are_timed(self) -> bool:
+        """Whether packets have the times of their pictures. In AVI, packets of H.264 are numbered in the order of the
+        file, in which pictures that are decoded early come too early.
+        """
+        times = self._packet_times
+        if None in times or len({*times}) < len(times):
+            return False
+        with _decoding(self.path), load_av().open(str(self.path)) as container:
+            return not container.streams.video[0].codec_context.has_b_frames or sorted(times) != times
 
     def read(self, position: int, width: int, height: int) -> Picture:
         """Returns picture `position`, resized to [height, width, 3].
@@ -191,22 +212,32 @@ class VideoPictures:
         """
         number = self.numbers[position] if self.numbers else position
         with _decoding(self.path):
-            image = self._decode(self._times[number]).to_image()
+            image = self._decode(number).to_image()
         small = image.resize((width, height), load_pillow().Resampling.BILINEAR)
         return np.asarray(small.convert("RGB"), dtype=np.uint8)
 
-    def _decode(self, time: int) -> Any:
+    def _decode(self, number: int) -> Any:
+        times, time = self._times, self._times[number]
         later = self._open[1] if self._open and self._open[0] <= time else None
-        if later is None or time - self._open[0] > _FORWARD * (self._times[-1] - self._times[0]) / len(self._times):
-            container = load_av().open(str(self.path))
-            container.seek(time, stream=container.streams.video[0], backward=True)
-            later = container.decode(video=0)
-        for frame in later:
-            if frame.pts is not None and frame.pts >= time:
-                self._open[:] = [frame.pts + 1, later]
+        is_far = later is not None and time - self._open[0] > _FORWARD * (times[-1] - times[0]) / len(times)
+        if later is None or (is_far and self._are_timed):
+            later = self._decoded_from(time)
+        for of_frame, frame in later:
+            if of_frame == time:
+                self._open[:] = [time + 1, later]
                 return frame
+            if of_frame > time:
+                break
         self._open.clear()
-        raise _no_video(self.path, f"the picture at {time} is not there")
+        raise _no_video(self.path, f"picture {number} cannot be decoded")
+
+    def _decoded_from(self, time: int) -> Iterator[tuple[int, Any]]:
+        """Decodes the pictures from the key picture before a time on, or all where they are counted."""
+        container = load_av().open(str(self.path))
+        if not self._are_timed:
+            return enumerate(container.decode(video=0))
+        container.seek(time, stream=container.streams.video[0], backward=True)
+        return ((frame.pts, frame) for frame in container.decode(video=0) if frame.pts is not None)
 
     def size(self) -> tuple[int, int]:
         """Returns width and height of a picture, in pixels."""
@@ -249,7 +280,7 @@ def _decoding(path: Path) -> Iterator[None]:
 
 
 def _no_video(path: Path, why: str) -> DataError:
-    remedy = "Check the file; ffprobe shows its streams"
+    remedy = f"Check the file, or encode it anew: ffmpeg -i {path.name} -c:v libx264 new.mp4"
     return DataError("A video cannot be read", value=f"{path}: {why}", remedy=remedy)
 
 

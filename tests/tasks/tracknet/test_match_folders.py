@@ -141,6 +141,37 @@ def test_pictures_between_key_pictures_are_found_in_any_order(tmp_path: Path) ->
         assert np.array_equal(video.read(position, *SIZE), in_order[position])
 
 
+def as_decoded(path: Path) -> list[np.ndarray]:
+    with av.open(str(path)) as container:
+        return [np.asarray(frame.to_image()) for frame in container.decode(video=0)]
+
+
+def cut_without_encoding(path: Path, first: int) -> Path:
+    """As editors do it: the packets from the key picture on, and the note that the picture `first` is shown first."""
+    cut = path.with_name(f"cut{path.suffix}")
+    with av.open(str(path)) as whole, av.open(str(cut), "w") as container:
+        stream = container.add_stream_from_template(whole.streams.video[0])
+        start = sorted(packet.pts for packet in whole.demux(video=0) if packet.pts is not None)[first]
+        whole.seek(start, stream=whole.streams.video[0])
+        for packet in whole.demux(video=0):
+            if packet.dts is not None:
+                packet.pts, packet.dts, packet.stream = packet.pts - start, packet.dts - start, stream
+                container.mux(packet)
+    return cut
+
+
+@pytest.mark.parametrize("kind", ["cut.mp4", "a.avi", "a.mkv"])
+def test_a_video_has_the_pictures_that_a_decoder_shows(tmp_path: Path, kind: str) -> None:
+    # H.264 decodes some pictures earlier than they are shown.
+    path = write_video(tmp_path / f"a{Path(kind).suffix}", pictures(23), codec="libx264")
+    path = cut_without_encoding(path, 8) if kind == "cut.mp4" else path
+    shown, video = as_decoded(path), VideoPictures(path)
+    assert len(video) == len(shown) == (15 if kind == "cut.mp4" else 23)
+    assert len({picture.tobytes() for picture in shown}) == len(shown)
+    for position in (*range(len(shown)), 9, 3, 12, 0):
+        assert np.array_equal(video.read(position, *SIZE), shown[position])
+
+
 def test_a_video_is_read_by_another_process(tmp_path: Path) -> None:
     video = VideoPictures(write_video(tmp_path / "a.mkv", pictures(4)))
     first = video.read(2, *SIZE)
