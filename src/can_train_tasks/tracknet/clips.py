@@ -45,7 +45,8 @@ _LABEL_FILES: Final = (
 _SUFFIXES: Final = (".png", ".jpg", ".jpeg")
 VIDEO_SUFFIXES: Final = (".mp4", ".avi", ".mov", ".mkv", ".webm")
 _MATCH_FOLDERS: Final = ("csv", "corrected_csv")  # of the label files of a match
-_SET_FOLDERS: Final = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
+_SET_FOLDERS: Final = {"train": "train", "val": "validation", "valid": "validation", "validation": "validation",
+                       "test": "test"}  # fmt: skip
 _FEWEST_PARTS: Final = 3  # fewest games or clips that can be split: training, validation and test take one each
 _PICTURES_KEPT: Final = 64  # pictures kept in memory when they are read without a cache, for a plan
 
@@ -436,7 +437,7 @@ def _place_of(path: Path, layout: str) -> tuple[str, str, str]:
     if path.parent.name not in _MATCH_FOLDERS:
         return path.stem, path.stem, ""
     match = path.parent.parent
-    belongs_to = _SET_FOLDERS.get(match.parent.name, "")
+    belongs_to = _SET_FOLDERS.get(match.parent.name.lower(), "")
     # Matches of different sets have the same names.
     game = f"{match.parent.name}/{match.name}" if belongs_to else match.name
     return f"{game}/{path.stem}", game, belongs_to
@@ -580,6 +581,10 @@ _SETS: Final = ("train", "validation", "test")
 def _sets_of_folders(
     clips: Sequence[Clip], *, validation: float, test: float
 ) -> Mapping[str, Sequence[tuple[Clip, int, int]]]:
+    if astray := [clip.name for clip in clips if not clip.belongs_to]:
+        raise DataError("Beside the folder train, each match is in the folder of a set",
+                        value=f"{len(astray)} of {len(clips)} clips are not, such as {astray[0]}",
+                        remedy="Name their folder train, val or test, or move it out of the data set")  # fmt: skip
     by_set = {name: [clip for clip in clips if clip.belongs_to == name] for name in _SETS}
     if by_set["validation"] and by_set["test"]:
         return {name: [(clip, 0, len(clip)) for clip in part] for name, part in by_set.items()}

@@ -101,6 +101,18 @@ def test_without_a_folder_for_validation_a_share_of_training_is_kept_and_the_res
     assert not groups["train"] & groups["validation"]
 
 
+def test_the_folders_of_sets_have_several_names_and_a_match_in_another_folder_is_refused(tmp_path: Path) -> None:
+    for name in ("Train/match1", "Train/match2", "valid/match3", "test/match4"):
+        write_labels(tmp_path / name / "csv" / "1_ball.csv", 9)
+    sets = split_clips(read(tmp_path, render_missing_frames=True), validation=0.2, test=0.2)
+    assert {name: [clip.group for clip, *_ in parts] for name, parts in sets.items()} == {
+        "train": ["Train/match1", "Train/match2"], "validation": ["valid/match3"], "test": ["test/match4"],
+    }  # fmt: skip
+    write_labels(tmp_path / "extra/match5/csv/1_ball.csv", 9)
+    with pytest.raises(DataError, match="1 of 5 clips are not, such as match5/1_ball"):
+        split_clips(read(tmp_path, render_missing_frames=True), validation=0.2, test=0.2)
+
+
 def test_one_folder_of_matches_is_divided_by_match(tmp_path: Path) -> None:
     for number in range(1, 4):
         write_labels(tmp_path / f"match{number}" / "csv" / "1_ball.csv", 9)
