@@ -130,11 +130,16 @@ class FilePictures:
         """Returns picture `position`, resized to [height, width, 3].
 
         Raises:
-            DataError: The file is not a picture.
+            DataError: The file is not a picture, or has another size than the first picture.
         """
-        Image, path = load_pillow(), self.paths[position]
+        Image, path, expected = load_pillow(), self.paths[position], self._size
         try:
             with Image.open(path) as image:
+                if image.size != expected:
+                    # Positions are in pixels of the first picture.
+                    raise DataError("All pictures of a clip have the same size", value=f"{path}: {image.size[0]} × "
+                                    f"{image.size[1]}, {self.paths[0].name} {expected[0]} × {expected[1]}",
+                                    remedy="Extract them from the video once more, in one size")  # fmt: skip
                 # Where half or a quarter of its size is enough, a JPEG file is decoded at that size.
                 image.draft("RGB", (2 * width, 2 * height))
                 small = image.convert("RGB").resize((width, height), Image.Resampling.BILINEAR)
@@ -144,6 +149,10 @@ class FilePictures:
 
     def size(self) -> tuple[int, int]:
         """Returns width and height of the first picture, in pixels."""
+        return self._size
+
+    @cached_property
+    def _size(self) -> tuple[int, int]:
         try:
             with load_pillow().open(self.paths[0]) as image:
                 size: tuple[int, int] = image.size

@@ -123,6 +123,14 @@ def test_a_file_that_is_no_picture_is_named(tmp_path: Path) -> None:
         clip.pictures.read(1, 8, 8)
 
 
+def test_pictures_of_several_sizes_in_a_clip_are_refused(tmp_path: Path) -> None:
+    folder = write_clip(tmp_path / "game1/Clip1", "0000.jpg,1,2,3,1\n0001.jpg,1,2,3,1\n", 2)
+    Image.new("RGB", (128, 72)).save(folder / "0001.jpg")
+    (clip,) = read(tmp_path)
+    with pytest.raises(DataError, match=r"0001\.jpg: 128 × 72, 0000\.jpg 64 × 36"):
+        clip.pictures.read(1, 8, 8)
+
+
 ROW = st.one_of(
     st.tuples(st.just(0), st.none(), st.none()),
     st.tuples(st.integers(1, 3), st.integers(0, 1280), st.integers(0, 720)),
