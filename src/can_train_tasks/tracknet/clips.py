@@ -380,13 +380,14 @@ def _layout(path: Path, header: Sequence[str]) -> tuple[str, list[int]]:
 def _parsed(path: Path, line: int, cells: Sequence[str]) -> tuple[int, int, float, float]:
     """Returns picture number, visibility, x and y of one row."""
     picture, visibility, *position = (cell.strip() for cell in cells)
-    number = Path(picture).stem
-    if not re.fullmatch(r"\d{1,9}", number, re.ASCII):
+    # As a file's name, or as pandas writes a column of numbers with gaps: 0001.jpg, 1, 1.0.
+    number = re.fullmatch(r"(\d{1,9})(\.0+|\.[A-Za-z]\w*)?", Path(picture).name, re.ASCII)
+    if number is None:
         raise _malformed(path, line, "A row names its picture by a number", repr(picture))
     if visibility not in ("0", "1", "2", "3"):
         raise _malformed(path, line, "The visibility is 0, 1, 2 or 3", repr(visibility))
     if visibility == "0":
-        return int(number), ABSENT, 0.0, 0.0
+        return int(number[1]), ABSENT, 0.0, 0.0
     try:
         x, y = map(float, position)
     except ValueError:
@@ -396,7 +397,7 @@ def _parsed(path: Path, line: int, cells: Sequence[str]) -> tuple[int, int, floa
         x = y = 0.0
     if not (math.isfinite(x) and math.isfinite(y)):
         raise _malformed(path, line, "A visible ball has two coordinates", ",".join(position))
-    return int(number), int(visibility), x, y
+    return int(number[1]), int(visibility), x, y
 
 
 def _malformed(path: Path, line: int, rule: str, value: str, *, remedy: str = "Correct the row") -> DataError:

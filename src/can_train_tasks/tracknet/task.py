@@ -159,9 +159,10 @@ class TrackNetTask(Task):
         """Returns the number of training pictures that have a loss, and whether pictures are generated."""
         training = self.sets[TRAIN]
         counted = sum(map(self._is_counted, training))
-        told = [
-            f"{counted:,} of {len(training):,} training pictures have a loss: the ball is not visible in the others"
-        ]
+        told = []
+        if counted < len(training):
+            told.append(f"{counted:,} of {len(training):,} training pictures have a loss: the ball is not visible in "
+                        "the others")  # fmt: skip
         if self.dataset.render_missing_frames:
             told.append("Missing pictures are generated from the labels, and scores are those of generated video")
         return told

@@ -76,6 +76,7 @@ def test_coordinates_may_belong_to_larger_pictures(tmp_path: Path) -> None:
 
 BROKEN = [
     ("x.jpg,1,1,1,0\n", 2, "by a number"),
+    ("0.0,0,,,\n1.5,1,1,1,0\n", 3, "by a number"),
     ("0000.jpg,4,1,1,0\n", 2, "0, 1, 2 or 3"),
     ("0000.jpg,,1,1,0\n", 2, "0, 1, 2 or 3"),
     ("0000.jpg,1,1\n", 2, "two coordinates"),
