@@ -523,6 +523,8 @@ def _unlabelled(
 BACKGROUND_PICTURES: Final = 120
 """Pictures of a game whose median is its background."""
 
+_DIGEST_PICTURES: Final = 8  # pictures that tell a clip from others
+
 RENDERED_SIZE: Final = (1280, 720)
 """Width and height in pixels of the broadcasts behind published label files without pictures."""
 
@@ -667,6 +669,13 @@ class FrameReader:
     def background(self, clip: Clip) -> Picture:
         """Returns the background of a clip's game, [H, W, 3]; `prepare_backgrounds` computed it."""
         return self._backgrounds[clip.group]
+
+    def digest(self, clip: Clip) -> str:
+        """Returns a digest of pictures of a clip, evenly spread, which stays when its files move or its labels are
+        corrected.
+        """
+        chosen = np.unique(np.linspace(0, len(clip) - 1, min(_DIGEST_PICTURES, len(clip))).astype(np.int64))
+        return hashlib.sha256(b"".join(self.read(clip, position)[-1].tobytes() for position in chosen)).hexdigest()
 
     def _mapped(self, clip: Clip) -> NDArray[np.uint8]:
         assert self.cache is not None

@@ -38,7 +38,10 @@ from can_train_tasks.tracknet.settings import (
 from can_train_tasks.tracknet.unet import make_unet
 
 TERM: Final = "heatmap"
+Part = tuple[Clip, int, int]
+"""Part of a clip: the clip, its first picture, the picture after its last."""
 
+_CLIPS: Final = "clips"  # Key of the state of a run: the clips of its training
 _PLANNED_PICTURES: Final = 8  # Pictures of a game whose median stands for its background in a plan
 _TOLERANCE_WIDTH: Final = 256  # Width in pixels of the picture that `tolerance_px` refers to
 _REFINED: Final = 2  # Pixels on each side of a peak whose heights refine its position
@@ -111,7 +114,22 @@ class TrackNetTask(Task):
         clips = reading.read_clips(dataset, render_missing)
         self.frames.prepare(clips, self.context.reporter)
         self._prepare_backgrounds(clips)
-        return self._moments(clips)
+        return self._moments(clips, trained=self.context.state.get(_CLIPS, ()))
+
+    def state(self) -> Mapping[str, Any]:
+        """Returns the pictures of each clip that train, validate and test, so that an evaluation on other data knows
+        which of them the run never saw.
+        """
+        return {_CLIPS: self._clips_of_sets}
+
+    @cached_property
+    def _clips_of_sets(self) -> list[Any]:
+        spans: dict[Clip, dict[str, list[int]]] = {}
+        for name, moments in self.sets.items():
+            for moment in moments:
+                span = spans.setdefault(moment.clip, {}).setdefault(name, [moment.position, 0])
+                span[1] = moment.position + 1
+        return [[self.frames.digest(clip), of_sets] for clip, of_sets in spans.items()]
 
     def _prepare_backgrounds(self, clips: Sequence[Clip], *, most: int = reading.BACKGROUND_PICTURES) -> None:
         if self.dataset.background != OFF:
@@ -131,19 +149,50 @@ class TrackNetTask(Task):
         """Reader of pictures at the heatmap's size."""
         return FrameReader(self.dataset.width, self.dataset.height)
 
-    def _moments(self, clips: Sequence[Clip]) -> dict[str, list[Moment]]:
+    def _moments(self, clips: Sequence[Clip], trained: Sequence[Any] = ()) -> dict[str, list[Moment]]:
         dataset = self.dataset
         parts = reading.split_clips(clips, validation=dataset.validation_share, test=dataset.test_share)
+        if trained:
+            parts = self._judged(clips, parts, trained)
         size = (dataset.width, dataset.height)
         sets = {name: [Moment(clip=clip, position=position, size=size)
                        for clip, start, stop in spans for position in range(start, stop)]
                 for name, spans in parts.items()}  # fmt: skip
+        if trained:
+            # Where other data are evaluated, tested pictures stand for the pictures of sets that need not be there.
+            sets = {name: sets[name] or sets[TEST] for name in sets}
         for name in (TRAIN, VALIDATION, TEST):
             if not any(moment.is_visible for moment in sets[name]):
                 value = f"{name}: {len(sets[name])} pictures, none with a visible ball"
                 remedy = "Add clips, or change dataset.validation_share and dataset.test_share"
                 raise DataError("Training, validation and test each see a ball", value=value, remedy=remedy)
         return sets
+
+    def _judged(
+        self, clips: Sequence[Clip], parts: Mapping[str, Sequence[Part]], trained: Sequence[Any]
+    ) -> Mapping[str, Sequence[Part]]:
+        """Returns the parts of each set where a finished run is evaluated: clips of its training as they were divided
+        there; clips that it never saw are a test, or keep their sets where they have a test set of their own.
+
+        Args:
+            clips: The clips that are evaluated.
+            parts: The sets into which a training would divide them.
+            trained: Of each clip of the run's training, `FrameReader.digest` and the pictures of each set.
+        """
+        digests = {clip: self.frames.digest(clip) for clip in clips}
+        earlier = dict(trained)
+        if sorted(digests.values()) == sorted(digest for digest, _ in trained):
+            return parts
+        new = [clip for clip in clips if digests[clip] not in earlier]
+        has_test = any(clip.belongs_to == TEST for clip in new)
+        judged = {name: [(clip, *earlier[digests[clip]][name]) for clip in clips
+                         if name in earlier.get(digests[clip], ())] for name in parts}  # fmt: skip
+        for name in parts:
+            judged[name] += [(clip, 0, len(clip)) for clip in new if name == ((has_test and clip.belongs_to) or TEST)]
+        if not judged[TEST]:
+            raise DataError("Clips that trained or validated a model do not test it",
+                            value=f"all {len(clips)} clips are such", remedy="Evaluate on other clips")  # fmt: skip
+        return judged
 
     @classmethod
     def files(cls, dataset: TrackNetDatasetSettings, data_root: Path) -> Sequence[Path]:

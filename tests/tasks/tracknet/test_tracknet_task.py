@@ -1,5 +1,6 @@
 """Ball tracking as a task: its data, exact gradients under any cut, and its memory."""
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -16,8 +17,10 @@ from can_train.errors import ConfigError, DataError
 from can_train.fit.collate import to_device
 from can_train.fit.prediction import predict_peak
 from can_train.memory.simulated.gpu import LiveStorageTracker
+from can_train.reporter import SilentReporter
 from can_train.task import LogicalBatch
 from can_train.training.sample_task import TaskContext
+from can_train_tasks.tracknet.rendering import synthetic_folder
 from can_train_tasks.tracknet.settings import TrackNetDatasetSettings, TrackNetSettings, UNetSettings
 from can_train_tasks.tracknet.task import TrackNetTask
 from tasks.tracknet.conftest import DATASET, RALLIES, MakeTask, needs_rallies
@@ -130,6 +133,53 @@ def test_a_set_without_a_visible_ball_is_refused(tmp_path: Path) -> None:
     context = TaskContext(settings=TrackNetSettings(), dataset=dataset, model=UNetSettings(), cache=tmp_path)
     with pytest.raises(DataError, match=r"validation: 6 pictures"):
         _ = TrackNetTask(context).sets
+
+
+def judged(task: TrackNetTask, path: Path) -> dict[str, list[str]]:
+    """The games of each set where a run of `task` is evaluated on other data."""
+    dataset = TrackNetDatasetSettings(path=str(path), width=32, height=16)
+    sets = TrackNetTask(replace(task.context, dataset=dataset, state=task.state())).sets
+    return {name: sorted({one.clip.group for one in moments}) for name, moments in sets.items()}
+
+
+def test_clips_that_a_run_never_saw_are_judged_as_a_whole(make_task: MakeTask, tmp_path: Path) -> None:
+    task = make_task()
+    games = synthetic_folder(tmp_path, DATASET.synthetic, SilentReporter())
+    new = synthetic_folder(tmp_path, replace(DATASET.synthetic, seed=8), SilentReporter())
+    assert judged(task, games) == {"train": ["game1"], "validation": ["game2"], "test": ["game3"]}
+    assert judged(task, new)["test"] == ["game1", "game2", "game3"]
+    # Beside a game of the training, and with corrected labels of another one.
+    for number, name in enumerate(("game1", "game2", "game3"), start=4):
+        shutil.copytree(games / name, new / f"game{number}")
+    labels = new / "game4" / "Clip1" / "Label.csv"
+    labels.write_text(labels.read_text().replace(",1,", ",2,"))
+    assert judged(task, new) == {
+        "train": ["game4"], "validation": ["game5"], "test": ["game1", "game2", "game3", "game6"],
+    }  # fmt: skip
+    with pytest.raises(DataError, match="all 1 clips are such"):
+        judged(task, games / "game1")
+
+
+def test_a_clip_that_was_cut_into_sets_keeps_its_parts_beside_a_new_clip(make_task: MakeTask, tmp_path: Path) -> None:
+    games = synthetic_folder(tmp_path, DATASET.synthetic, SilentReporter())
+    (tmp_path / "both").mkdir()
+    shutil.copytree(games / "game1", tmp_path / "both" / "game1")
+    task = make_task(replace(DATASET, path=str(tmp_path / "both")))
+    own = {name: len(moments) for name, moments in task.sets.items()}
+    shutil.copytree(games / "game2", tmp_path / "both" / "game2")
+    more = TrackNetTask(replace(task.context, state=task.state())).sets
+    assert {name: len(moments) for name, moments in more.items()} == {**own, "test": own["test"] + 24}
+
+
+def test_new_clips_with_a_test_set_are_judged_on_it(make_task: MakeTask, tmp_path: Path) -> None:
+    (match,) = (path.parent for path in synthetic_folder(
+        tmp_path, replace(DATASET.synthetic, games=1, seed=9), SilentReporter()).glob("*/Clip1"))  # fmt: skip
+    for number, name in enumerate(("train/match1", "test/match1")):
+        shutil.copytree(match / "Clip1", tmp_path / "data" / name / "csv" / "1",
+                        ignore=shutil.ignore_patterns("*.csv"))  # fmt: skip
+        rows = "".join(f"{at},1,{at + number},9\n" for at in range(24))
+        (tmp_path / "data" / name / "csv" / "1_ball.csv").write_text(f"Frame,Visibility,X,Y\n{rows}")
+    assert judged(make_task(), tmp_path / "data")["test"] == ["test/match1"]
 
 
 def test_a_size_that_cannot_be_halved_is_refused(make_task: MakeTask) -> None:
