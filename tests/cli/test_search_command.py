@@ -226,7 +226,7 @@ def test_a_search_that_cannot_be_is_an_error_with_a_remedy(
 def test_a_plan_shows_the_axes_and_writes_nothing(own: tuple[str, ...], tmp_path: Path, capsys) -> None:
     assert main((*own, *AXES, "--trials", "9", "--dry-run")) == 0
     out = capsys.readouterr().out
-    assert "task.hidden: 4 to 32, whole numbers, even" in out
+    assert "task.hidden: 4 to 32, whole numbers, linear" in out
     assert "The plan is for the middle of each setting:" in out
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "state" / "searches").exists()

@@ -468,7 +468,7 @@ def _examine_cards(
         else:
             remedy = f"Plan for one elsewhere with --target-memory {round(total_bytes / 2**20)}MiB"
             findings.append(Finding("--target-gpu", NOTE, f"does not know {key}, which is here", remedy))
-    none = f"plans for {len(CARDS)} cards; none is here to be looked up"
+    none = f"knows {len(CARDS)} GPUs to plan for; none is in this machine"
     return findings or [Finding("--target-gpu", OK, none)]
 
 

@@ -30,7 +30,7 @@ class SearchAxis:
         if self.choices:
             return f"{self.key}: {', '.join(self.choices)}"
         kind = "whole numbers, " if self.is_integer else ""
-        scale = f"in steps of {self.step}" if self.step > 1 else f"{'logarithmic' if self.is_logarithmic else 'even'}"
+        scale = f"in steps of {self.step}" if self.step > 1 else f"{'logarithmic' if self.is_logarithmic else 'linear'}"
         return f"{self.key}: {self.low:g} to {self.high:g}, {kind}{scale}"
 
     @property
