@@ -170,7 +170,7 @@ class FilePictures:
 @dataclass(frozen=True, eq=False)
 class VideoPictures:
     """Pictures of a video file, as a decoder shows them, decoded when they are read. A picture is found by its time,
-    from the key picture before it; where a file has no times of its pictures, by counting from the first picture.
+    from the key picture before it; where packets do not tell the times of pictures, by counting from the first picture.
     Pictures in order are decoded once.
 
     Attributes:
@@ -186,33 +186,30 @@ class VideoPictures:
         return len(self.numbers) or len(self._times)
 
     @cached_property
-    def _times(self) -> list[int]:
+    def _times(self) -> Sequence[int]:
         """Time of each picture of the video, in the stream's unit; its number where pictures are counted."""
-        if self._are_timed:
+        if self._packet_times:
             return sorted(self._packet_times)
         with _decoding(self.path), load_av().open(str(self.path)) as container:
-            return [*range(sum(1 for _ in container.decode(video=0)))]
-
-    @cached_property
-    def _packet_times(self) -> list[Any]:
-        """Time of each packet, in the order of the file."""
-        with _decoding(self.path), load_av().open(str(self.path)) as container:
-            # An editor that cuts a video without encoding it leaves pictures before the cut, which no player shows.
-            times = [packet.pts for packet in container.demux(video=0) if packet.size and not packet.is_discard]
-        if not times:
+            pictures = sum(1 for _ in container.decode(video=0))
+        if not pictures:
             raise _no_video(self.path, "it has no pictures")
-        return times
+        return range(pictures)
 
     @cached_property
-    def _are_timed(self) -> bool:
-        """Whether packets have the times of their pictures. In AVI, packets of H.264 are numbered in the order of the
-        file, in which pictures that are decoded early come too early.
-        """
-        times = self._packet_times
-        if None in times or len({*times}) < len(times):
-            return False
+    def _packet_times(self) -> list[int]:
+        """Times of the packets, in the order of the file; empty where a packet need not be a picture at its time."""
         with _decoding(self.path), load_av().open(str(self.path)) as container:
-            return not container.streams.video[0].codec_context.has_b_frames or sorted(times) != times
+            is_avi = container.format.name == "avi"
+            packets = [(packet.pts, packet.is_keyframe, packet.is_discard)
+                       for packet in container.demux(video=0) if packet.size]  # fmt: skip
+        times = [time for time, *_ in packets]
+        # AVI numbers packets in the order of the file, in which pictures that are decoded early come too early. A
+        # decoder does not show pictures that need others before the first key picture.
+        if is_avi or None in times or len({*times}) < len(times) or not packets[0][1] or min(times) < times[0]:
+            return []
+        # An editor that cuts a video without encoding it leaves pictures before the cut, which no player shows.
+        return [time for time, _, is_discarded in packets if not is_discarded]
 
     def read(self, position: int, width: int, height: int) -> Picture:
         """Returns picture `position`, resized to [height, width, 3].
@@ -228,26 +225,34 @@ class VideoPictures:
 
     def _decode(self, number: int) -> Any:
         times, time = self._times, self._times[number]
-        later = self._open[1] if self._open and self._open[0] <= time else None
-        is_far = later is not None and time - self._open[0] > _FORWARD * (times[-1] - times[0]) / len(times)
-        if later is None or (is_far and self._are_timed):
-            later = self._decoded_from(time)
-        for of_frame, frame in later:
-            if of_frame == time:
-                self._open[:] = [time + 1, later]
-                return frame
-            if of_frame > time:
-                break
+        is_near = self._open and 0 <= time - self._open[0] <= _FORWARD * (times[-1] - times[0]) / len(times)
+        decoders: list[Callable[[], Iterator[tuple[int, Any]]]] = [self._decoded_from_start]
+        if self._packet_times:
+            decoders.insert(0, lambda: self._decoded_from(time))
+        if is_near or (self._open and not self._packet_times and self._open[0] <= time):
+            decoders.insert(0, lambda: self._open[1])
+        for decoder in decoders:
+            for of_frame, frame in (later := decoder()):
+                if of_frame == time:
+                    self._open[:] = [time + 1, later]
+                    return frame
+                if of_frame > time:
+                    break
         self._open.clear()
         raise _no_video(self.path, f"picture {number} cannot be decoded")
 
     def _decoded_from(self, time: int) -> Iterator[tuple[int, Any]]:
-        """Decodes the pictures from the key picture before a time on, or all where they are counted."""
+        """Decodes the pictures from the key picture before a time on. The pictures before a key picture may be missing
+        there: in open groups they need pictures of the group before.
+        """
         container = load_av().open(str(self.path))
-        if not self._are_timed:
-            return enumerate(container.decode(video=0))
         container.seek(time, stream=container.streams.video[0], backward=True)
         return ((frame.pts, frame) for frame in container.decode(video=0) if frame.pts is not None)
+
+    def _decoded_from_start(self) -> Iterator[tuple[int, Any]]:
+        """Decodes all pictures, each with its time, or its number where pictures are counted."""
+        frames = load_av().open(str(self.path)).decode(video=0)
+        return ((frame.pts, frame) for frame in frames) if self._packet_times else enumerate(frames)
 
     def size(self) -> tuple[int, int]:
         """Returns width and height of a picture, in pixels."""
