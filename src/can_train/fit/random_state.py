@@ -139,13 +139,16 @@ class Snapshot:
         known = {(id(module), name) for module, name, *_ in self._buffers}
         # A pass may have registered buffers: the next one must find none.
         for module in self._modules if self._has_buffers else ():
-            for name in [name for name in module._buffers if (id(module), name) not in known]:
+            for name in [name for name, _ in module._buffers.items() if (id(module), name) not in known]:
                 delattr(module, name)
 
 
 def buffer_names(model: nn.Module) -> set[str]:
     """Returns the names of the buffers of a model, also of those that are None."""
-    return {f"{path}.{name}".lstrip(".") for path, module in model.named_modules() for name in module._buffers}
+    # Buffers of a scripted module cannot be iterated over in another way.
+    return {
+        f"{path}.{name}".lstrip(".") for path, module in model.named_modules() for name, _ in module._buffers.items()
+    }
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], made: Collection[str] = ()) -> None:
