@@ -126,7 +126,7 @@ def cut(
         dataset: How they are cut.
         trained: Classes of the model that is evaluated; empty: the classes of the recordings.
         labelled_only: Whether windows without a class are left out.
-        sets: Set of each recording; empty: each recording is split by time.
+        sets: Set of each recording, empty where it is split by time; without sets, all recordings are.
 
     Returns:
         By set, its windows; where recordings have sets, only the sets that a recording has.
@@ -143,10 +143,11 @@ def cut(
                             value=f"class {new[0]}; it knows {', '.join(map(str, trained))}",
                             remedy="Leave recordings with other classes out, or train on them, too")  # fmt: skip
         classes = [*trained]
-    found: dict[str, list[tuple[int, NDArray[np.int64]]]] = {name: [] for name in SETS if not sets or name in sets}
+    sets = sets or [""] * len(recordings)
+    found: dict[str, list[tuple[int, NDArray[np.int64]]]] = {name: [] for name in SETS if "" in sets or name in sets}
     for index, recording in enumerate(recordings):
         whole = len(recording.signal)
-        for name, start, stop in [(sets[index], 0, whole)] if sets else stretches(whole, dataset):
+        for name, start, stop in [(sets[index], 0, whole)] if sets[index] else stretches(whole, dataset):
             starts = (event_starts(recording, start, stop, dataset) if dataset.aligned
                       else window_starts(start, stop, length, stride))  # fmt: skip
             found[name].append((index, starts))
@@ -161,7 +162,7 @@ def cut(
                  for name, parts in found.items()}  # fmt: skip
         labels = {name: [each[there] for each, there in zip(parts, chosen[name], strict=True)]
                   for name, parts in labels.items()}  # fmt: skip
-    scales = [_scale(one, [window_starts(0, len(one.signal), length, stride)] if sets else
+    scales = [_scale(one, _scaling_windows(one, dataset) if sets[position] else
                      [starts for index, starts in found["train"] if index == position], length)
               for position, one in enumerate(recordings)]  # fmt: skip
     for name, parts in found.items():
@@ -188,9 +189,6 @@ def classes_of(recordings: Sequence[Recording], dataset: RecordingSettings) -> l
 def every_window(recordings: Sequence[Recording], dataset: RecordingSettings) -> Windows:
     """Cuts recordings into windows from their beginnings on, whose labels are not looked at.
 
-    A recording's scale is computed from the windows of its training stretches, as it is where the recording is
-    evaluated; from all of its windows where subjects are split, or where it is too short for stretches.
-
     Raises:
         DataError: A recording is shorter than a window.
     """
@@ -203,12 +201,21 @@ def every_window(recordings: Sequence[Recording], dataset: RecordingSettings) ->
             raise DataError("A recording is as long as a window at least",
                             value=f"{recording.path} has {samples / dataset.sampling_hz:.1f} s, a window "
                             f"{dataset.window_s:g} s", remedy="Leave the recording out")  # fmt: skip
-        parts = [window_starts(start, stop, length, stride) for name, start, stop in stretches(samples, dataset)
-                 if name == SETS[0] and not dataset.by_subject]  # fmt: skip
-        scales.append(_scale(recording, parts if any(map(len, parts)) else [starts[-1]], length))
+        scales.append(_scale(recording, _scaling_windows(recording, dataset), length))
     of = [np.full(len(each), index, np.int32) for index, each in enumerate(starts)]
     return Windows(recordings=recordings, scales=scales, length=length, clip=dataset.clip, of=np.concatenate(of),
                    starts=np.concatenate(starts), labels=np.full(sum(map(len, starts)), UNLABELLED))  # fmt: skip
+
+
+def _scaling_windows(recording: Recording, dataset: RecordingSettings) -> list[NDArray[np.int64]]:
+    """Returns the first samples of the windows that decide the scale of a recording that is in one set: those of its
+    training stretches; all windows where subjects are split, or where it is too short for stretches.
+    """
+    length, stride = dataset.samples(dataset.window_s), max(1, dataset.samples(dataset.stride_s))
+    samples = len(recording.signal)
+    parts = [window_starts(start, stop, length, stride) for name, start, stop in stretches(samples, dataset)
+             if name == SETS[0] and not dataset.by_subject]  # fmt: skip
+    return parts if any(map(len, parts)) else [window_starts(0, samples, length, stride)]
 
 
 def _scale(recording: Recording, parts: Sequence[NDArray[np.int64]], length: int) -> NDArray[np.float64]:

@@ -37,6 +37,7 @@ from can_train_tasks.bendr.subjects import SETS, describe_split, split_subjects,
 _CONTRAST: Final = "contrast"
 _CLASS: Final = "class"
 _SETS_OF_RECORDINGS: Final = "sets"  # In the state: set of each recording by its digest, where subjects are split
+_SPLIT_BY_TIME: Final = "recordings"  # In the state: digests of the recordings that are split by time
 _TEST: Final = SETS[2]
 _SAMPLED_WINDOWS: Final = 64  # least number of windows that a plan reads from a recording
 
@@ -57,6 +58,11 @@ class Bendr(Task):
             files = sorted(place.glob("*.csv"))
         subjects = self._subjects(files, place)
         recordings = open_recordings(self.dataset, files, self.context.cache, self.context.reporter)
+        channels = self.context.state.get("channels")
+        if channels and [*recordings[0].channels] != [*channels]:
+            # Other recordings may have more channels than those of the run, or another order.
+            dataset = replace(self.dataset, channels=[*channels])
+            recordings = open_recordings(dataset, files, self.context.cache, self.context.reporter)
         sets = self._sets_of(recordings, subjects)
         return self._weighted(self._checked(self._cut(recordings, sets)))
 
@@ -73,11 +79,14 @@ class Bendr(Task):
         return subjects
 
     def _sets_of(self, recordings: Sequence[Recording], subjects: Sequence[str]) -> list[str]:
-        """Returns the set of each recording; none where recordings are split by time.
+        """Returns the set of each recording; empty where the recording is split by time.
 
         A run that is evaluated has the sets of its training. New recordings are tested, unless their subject has a
         recording that trained or validated.
         """
+        if not subjects:
+            earlier = self.context.state.get(_SPLIT_BY_TIME, [recording.sha256 for recording in recordings])
+            return ["" if recording.sha256 in earlier else _TEST for recording in recordings]
         if subjects and _SETS_OF_RECORDINGS in self.context.state:
             earlier = self.context.state[_SETS_OF_RECORDINGS]
             used = {subject: earlier[recording.sha256] for recording, subject in zip(recordings, subjects, strict=True)
@@ -191,11 +200,13 @@ class Bendr(Task):
 
     def state(self) -> Mapping[str, Any]:
         """Returns the channels and the classes of the training recordings; where subjects are split, the set of each
-        recording; the weights of classes, if they have weights.
+        recording, else the digests of the recordings; the weights of classes, if they have weights.
         """
         state: dict[str, Any] = {"channels": [*self._channels], "classes": [*self._classes]}
         if self._recording_sets:
             state[_SETS_OF_RECORDINGS] = dict(self._recording_sets)
+        else:
+            state[_SPLIT_BY_TIME] = [recording.sha256 for recording in self._train.recordings]
         return state | ({"class_weights": [*self._train.weights]} if self._train.weights else {})
 
     @cached_property

@@ -69,6 +69,38 @@ def test_windows_without_labels_have_the_score_of_an_evaluation(
     assert [int(row["class"]) for row in rows] == shares.argmax(axis=1).tolist()
 
 
+def judged_on(run: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, float]]:
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--dataset", str(data), "--json", "--device", "cpu"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    return document["samples"], document["judgement"]["test"]["test"]["model"]
+
+
+def test_a_recording_that_the_run_never_saw_is_evaluated_as_a_whole(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = recording(tmp_path / "new.csv", 7, labelled=True)
+    samples, judged = judged_on(run, new, capsys)
+    assert samples == SECONDS
+    predict(run, "--dataset", new, "--out", tmp_path / "out.csv")
+    rows = rows_of(tmp_path / "out.csv")
+    shares = np.array([[float(row["probability_0"]), float(row["probability_1"])] for row in rows])
+    scored = classification_metrics(np.arange(SECONDS) // 10 % 2, shares)
+    assert scored == {name: judged[name] for name in scored}
+    samples, _ = judged_on(run, run.parent.parent / "labelled" / "night_0.csv", capsys)
+    assert samples == SECONDS // 5
+
+
+def test_an_evaluation_finds_the_channels_of_a_run_by_their_names(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new, turned = recording(tmp_path / "new.csv", 7, labelled=True), tmp_path / "turned.csv"
+    with new.open() as file, turned.open("w", newline="") as copy:
+        csv.writer(copy).writerows([row[3], row[2], "0" if number else "extra", row[0], row[1]]
+                                   for number, row in enumerate(csv.reader(file)))  # fmt: skip
+    assert judged_on(run, turned, capsys) == judged_on(run, new, capsys)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not EYE_STATE.is_file(), reason=f"{EYE_STATE} is not there")
 def test_a_published_recording_without_labels_is_cut_from_its_beginning(tmp_path: Path) -> None:
