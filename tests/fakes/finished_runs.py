@@ -24,14 +24,14 @@ class Shelf:
         self.folder = folder
         self.flags = ("--runs-dir", str(folder / "runs"), "--state-dir", str(folder / "state"))
 
-    def request(self, model: str, mode: str, size: str = "teacher", **more: Any) -> RunRequest:
+    def request(self, model: str, mode: str, size: str | None = "teacher", **more: Any) -> RunRequest:
         places = {"paths.runs_dir": str(self.folder / "runs"), "paths.state_dir": str(self.folder / "state")}
         values = {**places, **more.pop("values", {})}
         return RunRequest(
             **{"model": model, "mode": mode, "size": size, "dataset": "synthetic", **more, "values": values}
         )
 
-    def resolved(self, model: str, mode: str, size: str = "teacher", **more: Any) -> ResolvedRun:
+    def resolved(self, model: str, mode: str, size: str | None = "teacher", **more: Any) -> ResolvedRun:
         return with_absolute_paths(resolve(self.request(model, mode, size, **more)))
 
     def put(self, number: int, run: ResolvedRun, result: Mapping[str, Any] | None = RESULT) -> RunFolder:

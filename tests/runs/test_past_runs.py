@@ -47,6 +47,15 @@ def test_a_run_of_the_same_model_only_is_one_to_be_compared_with(shelf: Shelf) -
     assert resolve(shelf, *DISTILLED)[0].mode.without_teacher == ""
 
 
+def test_a_pretrained_run_is_built_on_only_where_it_is_named_or_awaited(shelf: Shelf) -> None:
+    made = shelf.put(1, shelf.resolved("", "pretrain", None, task="bendr"))
+    classifier = ("", "classify", None)
+    assert resolve(shelf, *classifier, task="bendr")[0].mode.pretrained == ""
+    named = resolve(shelf, *classifier, task="bendr", values={"mode.pretrained": made.run_id})[0]
+    awaited = resolve(shelf, *classifier, task="bendr", awaited=(made.run_id,))[0]
+    assert named.mode.pretrained == awaited.mode.pretrained == str(made.path)
+
+
 def test_a_folder_that_was_copied_here_under_another_name_is_found_too(shelf: Shelf) -> None:
     elsewhere = Shelf(shelf.folder / "elsewhere")
     path = elsewhere.put(1, elsewhere.resolved("gat", "normal")).path

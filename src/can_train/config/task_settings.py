@@ -407,6 +407,8 @@ class Prerequisite:
     sizes: tuple[str, ...] = ()  # that it may have; the first is the one that messages propose. Empty: any
     same_model: bool = False  # whether its model must have the size and settings of the model that builds on it
     required: bool = True  # whether the mode cannot run without it
+    # Whether the newest run that fits is taken where none is named; else a mode without it would depend on the past.
+    looked_for: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

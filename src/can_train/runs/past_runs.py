@@ -72,7 +72,8 @@ class PastRuns:
 def resolve_prerequisites(
     run: ResolvedRun, request: "RunRequest", past: PastRuns, *, later: Collection[str] = ()
 ) -> tuple[ResolvedRun, list[str]]:
-    """Finds the runs that a run builds on: for each role the named run, else an awaited run, else the newest that fits.
+    """Finds the runs that a run builds on: for each role the named run, else an awaited run, else the newest that fits
+    where such a run is looked for.
 
     Args:
         run: The new run. The mode's setting of each role, and `training.start_from`, name a run or are empty.
@@ -106,7 +107,7 @@ def resolve_prerequisites(
             folders[needed.role] = _find_named(name, needed, run, request, past).folder.path
             continue
         awaited = next((known for known in past.awaited if not misfits(known.config, run, needed)), None)
-        source = awaited or past.newest(run, needed)
+        source = awaited or (past.newest(run, needed) if needed.looked_for else None)
         if source is not None:
             folders[needed.role] = source.folder.path
             notices.append(source_notice(needed, source, is_awaited=awaited is not None))

@@ -284,8 +284,9 @@ class ClassifySettings:
 
 
 _PRETRAINED: Final = Prerequisite(
-    role=PRETRAINED, what="a pretrained run", models=("",), modes=(PRETRAIN,), same_model=True, required=False
-)
+    role=PRETRAINED, what="a pretrained run", models=("",), modes=(PRETRAIN,), same_model=True, required=False,
+    looked_for=False,
+)  # fmt: skip
 
 TASK = TaskSettings(
     task_class="can_train_tasks.bendr.task:Bendr",
