@@ -20,9 +20,20 @@ def subjects_of(dataset: RecordingSettings, files: Sequence[Path], place: Path) 
     """Returns the subject of each file in the data set's folder `place`.
 
     Raises:
-        DataError: `dataset.subject` does not match the path of a file.
+        DataError: `dataset.subject` does not match the path of a file, or folders of the same name in several places
+            would be one subject.
     """
-    return [_subject(dataset.subject, path, place) for path in files]
+    subjects = [_subject(dataset.subject, path, place) for path in files]
+    if dataset.subject == FOLDER:
+        folders = dict(zip(subjects, (path.parent for path in files), strict=True))
+        for subject, path in zip(subjects, files, strict=True):
+            if path.parent != folders[subject]:
+                # Sessions of a person, say: each would be a subject, of all persons.
+                raise DataError("With dataset.subject=folder, each folder of recordings has a name of its own",
+                                value=f"{path.parent} and {folders[subject]}",
+                                remedy="Say which part of the path is the subject; the first folder, say: --set "
+                                "'dataset.subject=\"^([^/]+)/\"'")  # fmt: skip
+    return subjects
 
 
 def _subject(rule: str, path: Path, place: Path) -> str:
@@ -31,7 +42,8 @@ def _subject(rule: str, path: Path, place: Path) -> str:
     if rule == FOLDER:
         return path.parent.name
     if rule == FILE:
-        return inside.partition(".")[0]
+        folder, slash, name = inside.rpartition("/")
+        return f"{folder}{slash}{name.partition('.')[0]}"
     match = re.search(rule, inside)
     if match is None or not (subject := match[match.re.groups]):
         raise DataError("dataset.subject must match the path of each recording", value=f"{rule!r} and {inside}",

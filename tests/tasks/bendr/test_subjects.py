@@ -84,11 +84,21 @@ def test_subjects_that_are_named_are_tested_in_every_fold() -> None:
         (r"SC4(\d\d)", "sleep-cassette/SC4001E0-PSG.edf", "00"),
         ("folder", "s01/rc02.edf", "s01"),
         ("file", "s01/rc02.edf", "s01/rc02"),
+        ("file", "v1.0/s1.csv", "v1.0/s1"),
     ],
 )
 def test_a_subject_is_read_from_the_path_inside_the_data_set(rule: str, path: str, subject: str) -> None:
     place = Path("/data/S999SC499")
     assert subjects_of(settings(subject=rule), [place / path], place) == [subject]
+
+
+def test_folders_of_the_same_name_in_several_places_are_no_subject() -> None:
+    files = [Path(f"data/sub-{person}/ses-{session}/eeg.csv") for person in (1, 2) for session in (1, 2)]
+    with pytest.raises(DataError, match="data/sub-1/ses-1 and data/sub-2/ses-1") as caught:
+        subjects_of(settings(subject="folder"), files, Path("data"))
+    assert caught.value.remedy is not None
+    rule = caught.value.remedy.partition("dataset.subject=")[2].strip("'\"")
+    assert subjects_of(settings(subject=rule), files, Path("data")) == ["sub-1", "sub-1", "sub-2", "sub-2"]
 
 
 def test_a_path_without_a_subject_is_named() -> None:
