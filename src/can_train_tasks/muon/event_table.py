@@ -28,7 +28,6 @@ UNITS: Final = {"x": _POSITION_M, "y": _POSITION_M, "energy": 1.0, "time": 1.0}
 """Units of normalised variables."""
 _RIDGE: Final = 1e-6  # Penalty of the line through ln n: conditions that never vary get no slope
 _POISSON_SPREADS: Final = 3.0  # Standard deviations added to an event's bound, for events of few muons
-_PROTON_ID: Final = 14
 _BLOCK: Final = 2**18  # Events or muons whose sums are computed at a time
 
 
@@ -97,7 +96,7 @@ class EventTable:
 
     def append(self, showers: Showers) -> None:
         """Appends showers, in the order of the files."""
-        columns = (showers.energy_gev, showers.zenith_rad, _primary_ids(showers.mass), showers.depth_g_cm2)
+        columns = (showers.energy_gev, showers.zenith_rad, showers.primary_id, showers.depth_g_cm2)
         _extend(self.primaries, np.stack(columns, axis=1))
         _extend(self.conditions, conditions_of(showers))
         _extend(self.counts, showers.counts)
@@ -192,11 +191,6 @@ def _normalised(name: str, values: Floats) -> Floats:
     if name == "energy":
         return np.log10(values)
     return np.log10(values + _DELAY_NS) if name == "time" else values / UNITS[name]
-
-
-def _primary_ids(mass: Floats) -> Floats:
-    """Returns CORSIKA's numbers of nuclei with half of their nucleons protons; the number of nucleons is exact."""
-    return np.where(mass == 1, _PROTON_ID, 100 * mass + mass // 2)
 
 
 def _extend(array: NDArray[Any], rows: NDArray[Any]) -> None:

@@ -87,7 +87,7 @@ class Showers:
     Attributes:
         energy_gev: [S] energy of the primary particle.
         zenith_rad: [S] zenith angle of the primary's direction.
-        mass: [S] number of nucleons of the primary.
+        primary_id: [S] CORSIKA's number of the primary.
         depth_g_cm2: [S] depth of the atmosphere above the observer.
         counts: [S] number of muons.
         muons: [M] values of each variable: x and y in m, energy in GeV, time in ns since the shower's first muon.
@@ -96,7 +96,7 @@ class Showers:
 
     energy_gev: Floats
     zenith_rad: Floats
-    mass: Floats
+    primary_id: Floats
     depth_g_cm2: Floats
     counts: NDArray[np.int64]
     muons: Mapping[str, Floats]
@@ -105,6 +105,11 @@ class Showers:
     def __len__(self) -> int:
         return len(self.counts)
 
+    @property
+    def mass(self) -> Floats:
+        """[S] numbers of nucleons of the primaries."""
+        return mass_of(self.primary_id)
+
     def select(self, chosen: NDArray[np.bool_]) -> "Showers":
         """Returns some of the showers; `chosen` [S] tells which."""
         of_muons = np.repeat(chosen, self.counts)
@@ -112,7 +117,7 @@ class Showers:
         return Showers(**conditions, muons={name: values[of_muons] for name, values in self.muons.items()})
 
 
-_OF_SHOWERS: Final = ("energy_gev", "zenith_rad", "mass", "depth_g_cm2", "counts")
+_OF_SHOWERS: Final = ("energy_gev", "zenith_rad", "primary_id", "depth_g_cm2", "counts")
 
 
 def shower_files(dataset: ShowerDatasetSettings, data_root: Path) -> list[Path]:
@@ -183,10 +188,12 @@ class ShowerReader:
         for source in self._sources:
             is_empty = True
             for table in source:
-                self.empty += table.empty
-                if len(table.lines):
-                    is_empty = False
-                    yield _showers_of(table, self._dataset)
+                if not len(table.lines):
+                    self.empty += table.empty
+                    continue
+                is_empty, showers = False, _showers_of(table, self._dataset)
+                self.empty += showers.empty
+                yield showers
             if is_empty:
                 raise _without_muons(source.path)
 
@@ -501,7 +508,9 @@ def primary_columns(path: Path, primaries: Floats, first: int = 0) -> Columns:
     table = _Table(path=path, columns=columns, lines=np.arange(1, len(mass) + 1) + first, line="event")
     rule = "must be the primary's number of nucleons, or its mass in GeV"
     table.check((nucleons >= 1) & (nucleons <= _MAX_NUCLEONS), _MASS, rule)
-    return columns | {PRIMARY: np.where(nucleons == 1, _PROTON_ID, 100 * nucleons)}
+    # Half of the nucleons are taken for protons: CORSIKA's numbers have two digits for them.
+    nucleus = 100 * nucleons + np.minimum(nucleons // 2, 99)
+    return columns | {PRIMARY: np.where(nucleons == 1, _PROTON_ID, nucleus)}
 
 
 def _events(path: Path, part: _Part, layout: Sequence[str]) -> _Table:
@@ -591,8 +600,8 @@ def _showers_of(table: _Table, dataset: ShowerDatasetSettings) -> Showers:
         starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
         muons["time"] = muons["time"] - np.repeat(np.minimum.reduceat(muons["time"], starts), counts)
     return Showers(
-        energy_gev=columns[ENERGY][first], zenith_rad=columns[ZENITH][first], mass=mass_of(columns[PRIMARY][first]),
-        depth_g_cm2=columns[DEPTH][first], counts=counts, muons=muons,
+        energy_gev=columns[ENERGY][first], zenith_rad=columns[ZENITH][first], primary_id=columns[PRIMARY][first],
+        depth_g_cm2=columns[DEPTH][first], counts=counts, muons=muons, empty=table.empty,
     )  # fmt: skip
 
 
@@ -616,7 +625,9 @@ def _muons_of(table: _Table, dataset: ShowerDatasetSettings) -> _Table:
     """Returns the muons of a table of particles; raises DataError for a value that breaks a rule."""
     is_muon = np.isin(table.columns[PARTICLE], MUON_IDS)
     columns = {name: values[is_muon] for name, values in table.columns.items()}
-    table = replace(table, columns=columns, lines=table.lines[is_muon])
+    # Showers may have other particles alone.
+    empty = 0 if is_muon.all() else len(np.unique(table.columns[EVENT])) - len(np.unique(columns[EVENT]))
+    table = replace(table, columns=columns, lines=table.lines[is_muon], empty=table.empty + empty)
     if not len(table.lines):
         raise _without_muons(table.path)
     for name in (*_SHOWER_COLUMNS, DEPTH, *(VARIABLE_COLUMNS[name] for name in dataset.variables)):

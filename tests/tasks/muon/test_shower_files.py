@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from can_train.errors import DataError, MissingDataError
 from can_train.training.sample_task import TaskContext
+from can_train_tasks.muon.event_table import EventTable
 from can_train_tasks.muon.primaries import PrimaryFile
 from can_train_tasks.muon.settings import MuonGanSettings, MuonSettings, ShowerDatasetSettings
 from can_train_tasks.muon.showers import MUON_TABLE, Columns, Showers, read_showers, shower_files, write_events
@@ -77,12 +78,13 @@ def test_what_is_written_is_read_back(kind: str, written: Columns) -> None:
     events = np.unique(written["event"])
     assert showers.counts.tolist() == [int((written["event"] == event).sum()) for event in events]
     starts = np.cumsum(showers.counts) - showers.counts
-    for event, start, count, energy, mass in zip(
-        events, starts, showers.counts, showers.energy_gev, showers.mass, strict=True
+    for event, start, count, energy, mass, primary in zip(
+        events, starts, showers.counts, showers.energy_gev, showers.mass, showers.primary_id, strict=True
     ):
         own = written["event"] == event
         assert energy == written["primary_E_GeV"][own][0]
         assert mass == max(written["primary_id"][own][0] // 100, 1)
+        assert primary == written["primary_id"][own][0]
         read = {name: values[start : start + count] for name, values in showers.muons.items()}
         assert np.array_equal(read["x"], written["x_m"][own])
         assert np.array_equal(read["y"], written["y_m"][own])
@@ -150,6 +152,17 @@ def test_lists_that_are_not_read_take_no_muon_away(tmp_path: Path, cells: list[A
 def test_a_missing_number_in_a_list_is_refused_with_its_shower(tmp_path: Path, cells: list[Any], said: str) -> None:
     with pytest.raises(DataError, match=rf"showers\.parquet, row 3: {said}"):
         of_file(showers_with_lists(tmp_path, t_ns=cells))
+
+
+def test_events_keep_the_numbers_of_their_primaries(tmp_path: Path) -> None:
+    table = EventTable(["x", "y"])
+    table.append(of_file(csv_of(tmp_path, *GOOD), variables=["x", "y"]))
+    assert table.primaries[:, 2].tolist() == [14, 5626]
+
+
+def test_showers_without_a_muon_are_counted(tmp_path: Path) -> None:
+    showers = of_file(csv_of(tmp_path, *GOOD, "3,14,1e5,0.1,3,1,2,3,1", "1,14,1e5,0.1,3,1,2,3,1"))
+    assert (showers.counts.tolist(), showers.empty) == ([2, 1], 1)
 
 
 def test_particles_other_than_muons_are_left_out_and_events_of_each_file_are_its_own(tmp_path: Path) -> None:
