@@ -97,6 +97,16 @@ def test_the_memory_of_a_run_is_that_of_all_its_attempts(shelf: Shelf, capsys: p
     assert (facts["largest_micro_batch"], facts["rescues"]) == (7, 2)
 
 
+def test_the_peak_of_the_last_attempt_is_known_though_metrics_have_it_rounded(
+    shelf: Shelf, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = {"peak_memory_bytes": 2**20, "peak_memory_pct": 0.1234567}
+    folder = shelf.put(1, shelf.resolved("gat", "normal"), last)
+    folder.metrics_path.write_text(json.dumps({"step": 10, "epoch": 1, "peak_memory_pct": 0.12346}))
+    facts = json.loads(shown(capsys, "last", "--json", *shelf.flags))["memory"]
+    assert (facts["peak_share"], facts["peak_bytes"]) == (0.1234567, 2**20)
+
+
 @pytest.mark.parametrize("name", ["plan.json", "memory_parts.json", "metrics.jsonl", "result.json"])
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"plan": {}}', '{"judgement": {"test": 1}}', "\x00"])
 def test_a_damaged_file_keeps_no_run_from_being_shown(

@@ -26,6 +26,7 @@ _MANY: Final = 100.0  # scores from here on are shown without decimals
 SIDE_BY_SIDE: Final = 5
 """Runs that are compared side by side; more have a row each."""
 _NAMED_SETTINGS: Final = 3  # in a legend
+_SHARE_DIGITS: Final = 5  # digits behind the point of `peak_memory_pct` in the metrics; a result has all
 _RESCUED: Final = " (times that memory ran out, in validation too, and a micro-batch was split further)"
 _BEST: Final = "*"  # marks the best score of a row
 
@@ -219,12 +220,13 @@ def memory_facts(folder: RunFolder, result: Mapping[str, Any]) -> dict[str, Any]
     peaks = [peak for line in epochs if (peak := line.get("peak_memory_pct")) is not None]
     sizes = [size for line in epochs if (size := line.get("micro_batch_size"))]
     rescues = sum(line.get("ooms_rescued") or 0 for line in epochs)
-    last_share = result.get("peak_memory_pct")
-    share = max([*peaks, *([] if last_share is None else [last_share])], default=None)
+    highest, share = max(peaks, default=None), result.get("peak_memory_pct")
+    # The metrics have rounded shares.
+    is_of_earlier = highest is not None and (share is None or highest > round(share, _SHARE_DIGITS))
     return {
         # An earlier attempt has recorded its highest peak as a share alone.
-        "peak_bytes": result.get("peak_memory_bytes") if share == last_share else None,
-        "peak_share": share,
+        "peak_bytes": None if is_of_earlier else result.get("peak_memory_bytes"),
+        "peak_share": highest if is_of_earlier else share,
         "predicted_peak_bytes": result.get("predicted_peak_bytes"),
         "micro_batches_per_step": parts / steps if steps else None,
         "largest_micro_batch": max([*sizes, result.get("micro_batch_size") or 0]) or None,
