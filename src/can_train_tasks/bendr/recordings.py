@@ -27,13 +27,18 @@ from can_train.reporter import Reporter
 from can_train_tasks.bendr.settings import MOST_CLASSES, RecordingSettings
 
 # Raise it whenever the same file gives other arrays, so that folders of an earlier version are not used.
-_READER_VERSION: Final = 3
+_READER_VERSION: Final = 4
 
 UNLABELLED: Final = -1
 _BLOCK_LINES: Final = 8192  # lines read at a time: a few MiB of text
 _SEPARATORS: Final = (",", ";", "\t")
 _LABEL_NAMES: Final = ("label", "labels", "class", "target", "y", "state", "stage", "eye_detection", "eyedetection")
-_TIME_NAMES: Final = ("", "time", "time_s", "timestamp", "t", "index", "sample")
+# Names of columns that count time, with their unit or a format: "Time (s)", "time_ms", "Time:256Hz", "Sample Index".
+_TIME_NAME: Final = re.compile(
+    r"|t|index|unnamed: 0|(time|timestamps?|samples?|sample[ _]?(index|number))([ _:(\[].*)?", re.IGNORECASE
+)
+# Columns that are no channels where dataset.label names another one: a model would read the truth.
+_OTHER_LABELS: Final = ("label", "labels", "class", "target", "stage", "eye_detection", "eyedetection")
 _MNE_SUFFIXES: Final = (".edf", ".bdf", ".gdf", ".fif", ".fif.gz")
 _SUFFIXES: Final = (".csv", *_MNE_SUFFIXES)
 _HYPNOGRAM: Final = "-hypnogram"  # Sleep-EDF has the stages of SC4001E0-PSG.edf in SC4001EC-Hypnogram.edf
@@ -389,7 +394,8 @@ class _CsvReader:
         self._class_of = _event_classes(path) if self._event else {}
         beside = (self._label, self._event)
         self.channels = tuple(dataset.channels) or tuple(_without(
-            [name for name in names if name not in beside and name.lower() not in _TIME_NAMES], dataset.exclude_channels
+            [name for name in names if name not in beside and not _TIME_NAME.fullmatch(name)
+             and not (dataset.label and name.lower() in _OTHER_LABELS)], dataset.exclude_channels
         ))  # fmt: skip
         for name in self.channels:
             if name not in names:

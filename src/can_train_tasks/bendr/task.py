@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from can_train.errors import ConfigError, DataError
+from can_train.io.units import counted
 from can_train.training.sample_task import Task
 from can_train.training.task_values import Losses
 from can_train_tasks.bendr import class_metrics
@@ -39,6 +40,7 @@ _CLASS: Final = "class"
 _SETS_OF_RECORDINGS: Final = "sets"  # In the state: set of each recording by its digest, where subjects are split
 _SPLIT_BY_TIME: Final = "recordings"  # In the state: digests of the recordings that are split by time
 _TEST: Final = SETS[2]
+_NAMED_CHANNELS: Final = 20  # that a notice names
 _SAMPLED_WINDOWS: Final = 64  # least number of windows that a plan reads from a recording
 
 
@@ -341,13 +343,19 @@ class Bendr(Task):
         return class_metrics.baselines(self._train, samples, len(self._classes), self.dataset.sampling_hz)
 
     def notices(self) -> Sequence[str]:
-        """Returns the subjects of each set, and in classification the number of its windows of each class."""
-        split = (describe_split(self.dataset, self._split),) if self._split else ()
+        """Returns the channels where the settings do not name them, the subjects of each set, and in classification
+        the number of its windows of each class.
+        """
+        told = [describe_split(self.dataset, self._split)] if self._split else []
+        if not self.dataset.is_synthetic and not self.dataset.channels:
+            told.append(f"{counted(len(self._channels), 'channel')}: {', '.join(self._channels[:_NAMED_CHANNELS])}"
+                        f"{', …' * (len(self._channels) > _NAMED_CHANNELS)}")  # fmt: skip
         if self.mode.name == PRETRAIN:
-            return split
+            return told
         counts = [f"{name} {np.bincount(windows.labels, minlength=len(self._classes)).tolist()}"
                   for name, windows in self.sets.items() if isinstance(windows, Windows)]  # fmt: skip
-        return (*split, f"Windows of each class: {', '.join(counts)}")
+        place = " at the beginnings of the recordings" if self.sample_note else ""
+        return [*told, f"Windows of each class{place}: {', '.join(counts)}"]
 
     def describe(self, row: int) -> str:
         """Names a window by its file and its start in seconds."""

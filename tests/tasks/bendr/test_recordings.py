@@ -60,6 +60,17 @@ def test_empty_lines_are_no_samples(tmp_path: Path) -> None:
     assert opened(tmp_path / "gaps.csv", tmp_path).signal[0:9].tolist() == [[1, 2], [3, 4]]
 
 
+@pytest.mark.parametrize("name", ["Time (s)", "time_ms", "Time:256Hz", "Sample Index", "Timestamp (Formatted)", ""])
+def test_columns_of_time_are_known_with_their_units(tmp_path: Path, name: str) -> None:
+    (tmp_path / "one.csv").write_text(f"{name},T3,Sampler\n1,2,3\n")
+    assert opened(tmp_path / "one.csv", tmp_path).channels == ("T3", "Sampler")
+
+
+def test_a_column_of_labels_is_no_channel_where_another_column_is_the_label(tmp_path: Path) -> None:
+    (tmp_path / "one.csv").write_text("Fz,label,condition\n1,0,0\n2,1,1\n")
+    assert opened(tmp_path / "one.csv", tmp_path, replace(OWN, label="condition")).channels == ("Fz",)
+
+
 def test_a_channel_whose_name_is_there_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "twice.csv").write_text("EEG,EEG,Cz\n1,2,3\n4,5,6\n")
     with pytest.raises(DataError, match=r"twice\.csv, line 1: 2 columns are named 'EEG'"):
