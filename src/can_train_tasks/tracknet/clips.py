@@ -513,7 +513,8 @@ def unlabelled_clips(dataset: TrackNetDatasetSettings) -> list[Clip]:
 
 
 def _unlabelled_video(path: Path, name: str, dataset: TrackNetDatasetSettings) -> Clip:
-    return _unlabelled(np.arange(len(VideoPictures(path))), name, VideoPictures(path), dataset)
+    video = VideoPictures(path)
+    return _unlabelled(np.arange(len(video)), name, video, dataset)
 
 
 def _unlabelled(
@@ -574,6 +575,11 @@ def split_clips(
     """
     if any(clip.belongs_to == _SETS[0] for clip in clips):
         return _sets_of_folders(clips, validation=validation, test=test)
+    return _divided(clips, validation=validation, test=test)
+
+
+def _divided(clips: Sequence[Clip], *, validation: float, test: float) -> Mapping[str, Sequence[tuple[Clip, int, int]]]:
+    """Divides clips whose folders are of no set, or of one."""
     groups = list(dict.fromkeys(clip.group for clip in clips))
     units = [[clip for clip in clips if clip.group == group] for group in groups]
     if len(units) < _FEWEST_PARTS:
@@ -605,9 +611,7 @@ def _sets_of_folders(
     by_set = {name: [clip for clip in clips if clip.belongs_to == name] for name in _SETS}
     if by_set["validation"] and by_set["test"]:
         return {name: [(clip, 0, len(clip)) for clip in part] for name, part in by_set.items()}
-    # Clips of one game, to be divided as if they lay in no folder.
-    training = [replace(clip, belongs_to="") for clip in by_set["train"]]
-    divided = split_clips(training, validation=validation, test=test)
+    divided = _divided(by_set["train"], validation=validation, test=test)
     sets = {name: [(clip, 0, len(clip)) for clip in by_set[name]] or [*divided[name]] for name in _SETS[1:]}
     # A set that has a folder leaves its share to training.
     more = [part for name in _SETS[1:] if by_set[name] for part in divided[name]]

@@ -100,6 +100,8 @@ def test_without_a_folder_for_validation_a_share_of_training_is_kept_and_the_res
     assert len(groups["validation"]) == 1
     assert groups["train"] | groups["validation"] == {f"train/match{number}" for number in range(1, 5)}
     assert not groups["train"] & groups["validation"]
+    # Not copies, whose prepared pictures a reader would not know.
+    assert all(clip in clips for parts in sets.values() for clip, *_ in parts)
 
 
 def test_the_folders_of_sets_have_several_names_and_a_match_in_another_folder_is_refused(tmp_path: Path) -> None:
