@@ -38,10 +38,14 @@ _COLUMNS: Final = {
     "TrackNet": ("file name", "visibility", "x-coordinate", "y-coordinate"),
     "rally": ("frame", "visibility", "x", "y"),
 }
+# Patterns of label files. The files of all patterns of the first line with a file are read.
 _LABEL_FILES: Final = (
-    "game*/Clip*/Label.csv", "Clip*/Label.csv", "Label.csv", "*/match*/csv/*_ball.csv", "match*/csv/*_ball.csv",
-    "csv/*_ball.csv", "*.csv",
-)  # fmt: skip
+    ("game*/Clip*/Label.csv", "Clip*/Label.csv"),
+    ("Label.csv",),
+    ("*/match*/csv/*_ball.csv", "match*/csv/*_ball.csv"),
+    ("csv/*_ball.csv",),
+    ("*.csv",),
+)
 _SUFFIXES: Final = (".png", ".jpg", ".jpeg")
 VIDEO_SUFFIXES: Final = (".mp4", ".avi", ".mov", ".mkv", ".webm")
 _MATCH_FOLDERS: Final = ("csv", "corrected_csv")  # of the label files of a match
@@ -335,8 +339,8 @@ def label_files(path: Path) -> list[Path]:
     def by_numbers(path: Path) -> list[tuple[int, str]]:  # Clip10 comes after Clip9
         return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
-    for pattern in _LABEL_FILES:
-        if files := sorted(path.glob(pattern), key=by_numbers):
+    for patterns in _LABEL_FILES:
+        if files := sorted((file for pattern in patterns for file in path.glob(pattern)), key=by_numbers):
             return [_corrected(file) for file in files]
     raise MissingDataError("A data set of clips has label files", value=f"none in {path}",
                            remedy="Give a folder of game*/Clip*/Label.csv or of train/match*/csv/*_ball.csv, or CSV"
@@ -427,7 +431,7 @@ def read_clips(
         labels = read_labels(path)
         size = (dataset.label_width, dataset.label_height)
         place = _picture_place(path, labels.layout, dataset)
-        name, group, belongs_to = _place_of(path, labels.layout)
+        name, group, belongs_to = _place_of(path, labels.layout, Path(dataset.path))
         if place is None:
             size = size if all(size) else RENDERED_SIZE
             pictures: Pictures = render(name, labels, size)
@@ -445,7 +449,7 @@ def read_clips(
     return clips
 
 
-def _place_of(path: Path, layout: str) -> tuple[str, str, str]:
+def _place_of(path: Path, layout: str, root: Path) -> tuple[str, str, str]:
     """Returns the name of a label file's clip, the clip's game, and the set that its folder stands for."""
     if layout == "TrackNet":
         return "/".join(path.parts[-3:-1]), path.parts[-3] if len(path.parts) > 2 else "", ""
@@ -453,8 +457,8 @@ def _place_of(path: Path, layout: str) -> tuple[str, str, str]:
         return path.stem, path.stem, ""
     match = path.parent.parent
     belongs_to = _SET_FOLDERS.get(match.parent.name.lower(), "")
-    # Matches of different sets have the same names.
-    game = f"{match.parent.name}/{match.name}" if belongs_to else match.name
+    # Matches of different folders have the same names.
+    game = f"{match.parent.name}/{match.name}" if belongs_to or match.parent.parent == root else match.name
     return f"{game}/{path.stem}", game, belongs_to
 
 

@@ -47,6 +47,12 @@ def test_the_folders_of_tracknet_are_read(tmp_path: Path) -> None:
     assert clip.y.tolist()[:3] == [20.0, 0.0, 21.0]
 
 
+def test_a_clip_beside_the_folders_of_games_is_read(tmp_path: Path) -> None:
+    for name in ("game1/Clip1", "Clip2"):
+        write_clip(tmp_path / name, "0000.jpg,0,,,\n", 1)
+    assert [clip.name for clip in read(tmp_path)] == [f"{tmp_path.name}/Clip2", "game1/Clip1"]
+
+
 def test_pictures_may_be_png_where_labels_say_jpg(tmp_path: Path) -> None:
     write_clip(tmp_path / "game1/Clip1", "0000.jpg,1,10,20,0\n", 1, suffix=".png")
     assert read(tmp_path)[0].pictures.read(0, 32, 16).shape == (16, 32, 3)

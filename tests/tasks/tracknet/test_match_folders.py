@@ -112,8 +112,16 @@ def test_the_folders_of_sets_have_several_names_and_a_match_in_another_folder_is
         "train": ["Train/match1", "Train/match2"], "validation": ["valid/match3"], "test": ["test/match4"],
     }  # fmt: skip
     write_labels(tmp_path / "extra/match5/csv/1_ball.csv", 9)
-    with pytest.raises(DataError, match="1 of 5 clips are not, such as match5/1_ball"):
+    with pytest.raises(DataError, match="1 of 5 clips are not, such as extra/match5/1_ball"):
         split_clips(read(tmp_path, render_missing_frames=True), validation=0.2, test=0.2)
+
+
+def test_a_match_beside_the_folders_of_matches_is_read_and_equal_names_are_told_apart(tmp_path: Path) -> None:
+    for name in ("hall/match1", "park/match1", "match3"):
+        write_labels(tmp_path / name / "csv" / "1_ball.csv", 9)
+    clips = read(tmp_path, render_missing_frames=True)
+    assert [clip.group for clip in clips] == ["hall/match1", "match3", "park/match1"]
+    assert len({clip.name for clip in clips}) == 3
 
 
 def test_one_folder_of_matches_is_divided_by_match(tmp_path: Path) -> None:
