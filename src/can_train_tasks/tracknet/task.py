@@ -297,7 +297,9 @@ class TrackNetTask(Task):
         reported = values[:, 2] >= self.settings.threshold
         places = [moment.in_picture(x, y) if seen else (0, 0)
                   for moment, (x, y), seen in zip(samples, values[:, :2], reported, strict=True)]  # fmt: skip
-        clips = {} if self._is_one_clip else {"Clip": [moment.clip.name for moment in samples]}
+        # Not twice `_ball` in the name of a file: the clip of a label file has its name.
+        names = [moment.clip.name.removesuffix("_ball") for moment in samples]
+        clips = {} if self._is_one_clip else {"Clip": names}
         return {
             **clips,
             "Frame": [int(moment.clip.numbers[moment.position]) for moment in samples],

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from can_train.reporter import SilentReporter
 from can_train_tasks.tracknet.clips import read_clips, read_labels
 from can_train_tasks.tracknet.rendering import render_missing, synthetic_folder
 from can_train_tasks.tracknet.settings import SyntheticVideoSettings, TrackNetDatasetSettings
-from can_train_tasks.tracknet.task import Found, Moment, detection_metrics
+from can_train_tasks.tracknet.task import Found, Moment, TrackNetTask, detection_metrics
 
 WIDTH, HEIGHT = 32, 18
 VIDEO = SyntheticVideoSettings(seed=7, games=3, clips=2, frames=20, width=64)
@@ -78,6 +79,20 @@ def test_a_single_clip_has_the_columns_of_a_published_file(run: Path, tmp_path: 
     every = (tmp_path / "all.csv").read_text().splitlines()
     assert every[0] == f"Clip,{head}"
     assert [f"{clip.name},{row}" for row in rows] == every[1:21]
+
+
+def test_the_files_of_labelled_rallies_have_the_names_of_their_label_files(run: Path, tmp_path: Path) -> None:
+    for number, clip in enumerate(sorted((run.parent.parent / "frames").glob("Clip*")), start=1):
+        shutil.copytree(clip, tmp_path / "rallies" / f"1_0{number}_00")
+        rows = "".join(f"{at},1,9,9\n" for at in range(20))
+        (tmp_path / "rallies" / f"1_0{number}_00_ball.csv").write_text(f"Frame,Visibility,X,Y\n{rows}")
+    model = can_train.load(run, device="cpu")
+    task = TrackNetTask(replace(model.task.context, dataset=replace(model.task.dataset, path=str(tmp_path / "rallies")),
+                                cache=tmp_path / "cache"))  # fmt: skip
+    moments = task.sets["test"]
+    columns = task.columns(moments, [(0.0, 0.0, 1.0)] * len(moments))
+    column, pattern = TrackNetTask.prediction_parts
+    assert {pattern.format(name) for name in columns[column]} == {"1_01_00_ball", "1_02_00_ball"}
 
 
 def test_a_folder_without_pictures_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
