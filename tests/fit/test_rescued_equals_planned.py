@@ -146,7 +146,7 @@ def forget_buffers(patch: pytest.MonkeyPatch) -> None:
     restore = Snapshot.restore
 
     def without_buffers(self: Snapshot) -> None:
-        self._buffers = []
+        self._buffers, self._has_buffers = [], False
         restore(self)
 
     patch.setattr(Snapshot, "restore", without_buffers)
