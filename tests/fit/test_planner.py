@@ -81,7 +81,7 @@ def test_the_memory_on_further_rungs_is_told_as_a_rough_figure() -> None:
                                details=OutOfMemoryDetails(need_bytes=need_mib * 2**20))  # fmt: skip
 
     first = on_no_rung({Rung(): error(6), Rung(recompute=("net",)): error(4)})
-    assert first.value == "6, and about 4.0 MiB with --fit recompute"
+    assert first.value == "6; about 4.0 MiB with --fit recompute"
 
 
 def test_the_law_of_the_memory_is_found_and_the_limit_tried(tmp_path: Path) -> None:

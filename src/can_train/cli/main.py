@@ -235,7 +235,7 @@ def _usages() -> dict[str, tuple[str, str]]:
     for name, entry in command_entries().items():
         if name not in _COMMANDS:
             arguments, text = command_usage(entry)
-            usages[name] = (arguments, text[:1].lower() + text[1:])
+            usages[name] = (arguments, text[:1].lower() + text[1:].removesuffix("."))
     return usages
 
 

@@ -822,7 +822,7 @@ def on_no_rung(failures: Mapping[Rung, DoesNotFitError]) -> DoesNotFitError:
         if error.details.need_bytes is not None
     }
     if needs:
-        first.value += f", and {', '.join(needs.values())}"
+        first.value += f"; {', '.join(needs.values())}"
     elif first.rule == MODEL_MUST_FIT and others:
         last, error = others[-1]
         first.value += f"; with --fit {last.name} {error.value}"
