@@ -121,7 +121,7 @@ def test_a_line_that_is_no_single_training_is_refused(line: str, more: str, said
         (Words, 16, r"targets is a list of names: 16\.\nGive targets="),
         (Words, [torch.device("meta")], "Unknown GPU"),
         ("--task 'a.py:B", (), "as a shell does it: .*No closing quotation"),
-        (Words, ["2400MiB", "16MiB"], "of which a training cannot use .*: 16MiB"),
+        (Words, ["2400MiB", "16MiB"], "and this GPU has less in all: 16MiB"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_said(task: object, targets: "str | list[str]", said: str) -> None:
