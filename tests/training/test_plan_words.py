@@ -17,7 +17,7 @@ ASKED = PlanRequest(mode="opt", requested_batch=None, preset_batch=128, loader_b
         (ASKED, "64 samples a batch (the preset's batch), 2 batches a step, 10 steps"),
         (replace(ASKED, requested_batch=128), "64 samples a batch (as asked for), 2 batches a step, 10 steps"),
         (replace(ASKED, preset_batch=64, batches_per_step=1), "64 samples a step (the preset's batch), 20 steps"),
-        (replace(ASKED, preset_batch=2_000), "1280 samples a step (the whole data set), 1 step"),
+        (replace(ASKED, preset_batch=2_000), "1,280 samples a step (the whole data set), 1 step"),
     ],
 )
 def test_a_plan_names_the_batch_that_was_given_and_how_many_make_a_step(asked: PlanRequest, words: str) -> None:
