@@ -208,8 +208,8 @@ def every_window(recordings: Sequence[Recording], dataset: RecordingSettings) ->
 
 
 def _scaling_windows(recording: Recording, dataset: RecordingSettings) -> list[NDArray[np.int64]]:
-    """Returns the first samples of the windows that decide the scale of a recording that is in one set: those of its
-    training stretches; all windows where subjects are split, or where it is too short for stretches.
+    """Returns the first samples of the windows that decide the scale of a recording in one set: the windows of its
+    training stretches, or all windows where subjects are split or the recording is too short for stretches.
     """
     length, stride = dataset.samples(dataset.window_s), max(1, dataset.samples(dataset.stride_s))
     samples = len(recording.signal)

@@ -24,7 +24,7 @@ from can_train_tasks.muon.settings import POSITIONS, VARIABLES, ShowerDatasetSet
 
 Floats = NDArray[np.float64]
 Columns = dict[str, NDArray[Any]]
-"""Numbers in float64; those of events may be whole numbers of 64 bits."""
+"""Numbers in float64; numbers of events may be whole numbers of 64 bits."""
 
 ENERGY, ZENITH, PRIMARY, DEPTH = "primary_E_GeV", "primary_zenith_rad", "primary_id", "depth_g_cm2"
 EVENT, PARTICLE = "event", "muon_id"
@@ -71,7 +71,7 @@ _PART_BYTES: Final = 2**22  # Of a parquet file, which does not tell how many mu
 PRIMARY_LIST: Final = "primary"  # Parquet column
 PRIMARY_ARRAYS: Final = ("primaries", "conditions")  # HDF5 datasets
 _MATRIX: Final = 2  # Dimensions of the primaries and of the muons
-_LINE: Final = "line of the file"  # A column beside those of a file
+_LINE: Final = "line of the file"  # Name of a column that no file has
 _ABOVE_ZERO: Final = "must be greater than 0"
 _WHOLE_FLOATS: Final = 2.0**53  # Larger whole numbers are rounded in float64
 EVENT_RULE: Final = "must be less than 2^53, or be stored as a whole number of 64 bits"

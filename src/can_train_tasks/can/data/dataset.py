@@ -195,7 +195,7 @@ def _other_labels(logs: Sequence[HashedLog], attacks: Sequence[int]) -> list[str
     """Names the copies whose labels mark other numbers of attack windows than the copy that is taken."""
     by_frames: dict[tuple[str, str], list[int]] = {}
     for index, hashed in enumerate(logs):
-        by_frames.setdefault((hashed.log.group if hashed.log.role == TEST else "", hashed.sha256), []).append(index)
+        by_frames.setdefault(hashed.place, []).append(index)
     sentences = []
     for copies in by_frames.values():
         taken = max(copies, key=lambda index: attacks[index])
@@ -333,10 +333,9 @@ def split_rows(
     """Splits all windows of `sources`, which are indices of logs, by the roles of the logs (see `SourceFile`).
 
     The last `test_share` of a log is for testing (0: none), and the last `validation_share` of the rest for validation.
-    If a part
-    then has one class only although the log has both, each benign and each attack phase of the log is cut this way. Of
-    several benign logs, some are held out for validation (see `find_held_out_logs`). If all logs are for testing, the
-    other parts are empty.
+    If a part then has one class only although the log has both, each benign and each attack phase of the log is cut
+    this way. Of several benign logs, some are held out for validation (see `find_held_out_logs`). If all logs are for
+    testing, the other parts are empty.
 
     Returns:
         The split, and notices about logs that were cut by phases or lack a class.

@@ -61,6 +61,8 @@ _COMMENT: Final = "^[ \\t]*#"
 _CUT_OFF_SHARE: Final = 0.01  # share of the rows that may have lost their label
 _DELIMITERS: Final = ",;\t"
 _REQUIRED_ROLES: Final = ("timestamp", "id", "data")
+# Names of columns whose true cells mark benign frames.
+_BENIGN_COLUMNS: Final = ("isbenign", "isnormal", "islegitimate", "benign", "normal", "legitimate")
 # Names of columns, the most specific first: only letters and digits, in lower case.
 _COLUMN_NAMES: Final = {
     "timestamp": ("timestamp", "time", "ts", "epoch", "timestampepoch", "datetime", "date"),
@@ -72,13 +74,11 @@ _COLUMN_NAMES: Final = {
     "label": ("label", "labels", "attack", "class", "isattack", "anomaly", "attacklabel", "labelattack", "isanomaly",
               "ismalicious", "malicious", "isinjected", "injected", "isintrusion", "intrusion", "attacked",
               "groundtruth", "attackflag", "classlabel", "attackclass", "attacktype", "flag", "target", "category",
-              "isbenign", "isnormal", "islegitimate", "benign", "normal", "legitimate"),
+              *_BENIGN_COLUMNS),
     "remote": ("rtr", "remote", "isremote", "isremoteframe", "remoteframe"),
     "error": ("iserrorframe", "errorframe", "iserror", "error"),
     "channel": ("channel", "iface", "interface", "bus", "canchannel", "caninterface", "canbus", "busid", "buschannel"),
 }  # fmt: skip
-# Names of columns whose true cells mark benign frames.
-_BENIGN_COLUMNS: Final = frozenset({"isbenign", "isnormal", "islegitimate", "benign", "normal", "legitimate"})
 # Names of columns of labels, and of other columns, too: their cells decide.
 _UNSURE_LABELS: Final = frozenset({"flag", "target", "category"})
 _UNSURE_LETTERS: Final = frozenset({"flag"})  # R and T are labels, as in Car-Hacking; X and S are kinds of frames
@@ -176,7 +176,7 @@ class _Header:
             recognised["label"] = sorted(labels, key=lambda column: not self._is_filled(column))[:1]
         # Other tools have counts or texts of errors in such a column.
         recognised["error"] = [column for column in recognised.get("error", ())
-                               if all(map(_TRUTH_VALUE.fullmatch, self.cells[column]))]  # fmt: skip
+                               if self._has_truth_values(column)]  # fmt: skip
         self.roles = {role: columns for role, columns in (named | recognised).items() if columns}
         self.missing = [role for role in _REQUIRED_ROLES if role not in self.roles]
         taken = [column for columns in self.roles.values() for column in columns]
@@ -186,7 +186,7 @@ class _Header:
         """Returns whether the cells of a column look like labels, where its name leaves that open."""
         name, told = plain_name(self.names[column]), not self.cells[column]
         if name in _BENIGN_COLUMNS:
-            return all(map(_TRUTH_VALUE.fullmatch, self.cells[column]))
+            return self._has_truth_values(column)
         if name not in _UNSURE_LABELS:
             return True
         words = {label_word(cell) for cell in self.cells[column]} - MISSING_WORDS
@@ -194,6 +194,9 @@ class _Header:
         if name in _UNSURE_LETTERS:
             return told or (bool(known) and all(len(word) > 2 and not word.isdecimal() for word in words - known))
         return told or any(len(word) > 2 for word in known)
+
+    def _has_truth_values(self, column: int) -> bool:
+        return all(map(_TRUTH_VALUE.fullmatch, self.cells[column]))
 
     def _is_filled(self, column: int) -> bool:
         return any(label_word(cell) not in MISSING_WORDS for cell in self.cells[column])
@@ -204,7 +207,7 @@ class _Header:
         name = self.name_of("label") if "label" in self.roles else ""
         if plain_name(name) not in _BENIGN_COLUMNS:
             return ""
-        return name if all(map(_TRUTH_VALUE.fullmatch, self.cells[self.roles["label"][0]])) else ""
+        return name if self._has_truth_values(self.roles["label"][0]) else ""
 
     @property
     def other_names(self) -> list[str]:

@@ -296,6 +296,11 @@ class HashedLog:
     size: int
     modified_ns: int
 
+    @property
+    def place(self) -> tuple[str, str]:
+        """The place in which a second log is a copy: the test group, empty in the training part, and the hash."""
+        return self.log.group if self.log.role == TEST else "", self.sha256
+
     def is_unchanged(self) -> bool:
         """Returns whether size and modification time of the file are unchanged since it was hashed."""
         try:
@@ -343,14 +348,13 @@ def drop_duplicates(logs: Sequence[HashedLog]) -> tuple[list[HashedLog], list[st
     copies: list[HashedLog] = []
     for hashed in logs:
         is_test = hashed.log.role == TEST
-        place = (hashed.log.group if is_test else "", hashed.sha256)
         if is_test and hashed.sha256 in trained:
             leaked.append(hashed)
-        elif place in seen:
+        elif hashed.place in seen:
             copies.append(hashed)
         else:
             remaining.append(hashed)
-            seen.add(place)
+            seen.add(hashed.place)
     notices = []
     for why, left_out in {"of testing, since identical to training": leaked, "as copies of other": copies}.items():
         names = ", ".join(f"{hashed.log.path.parent.name}/{hashed.log.path.name}" for hashed in left_out)

@@ -177,7 +177,8 @@ def decide_bases(
                 text, typed = _open_text(path, settings)
                 written = number_texts(text.first_lines, replace(settings, **typed))  # type: ignore[arg-type]
                 texts |= {} if written is None else {path: written}
-    for group in _sources(texts):
+    differ = _tell_both_bases(texts)
+    for group in _sources(texts, by_own_base=differ):
         for path in group if whole else ():
             # A log is read until its numbers, together with the other logs' numbers, tell both bases.
             of_group = reduce(NumberTexts.joined, (texts[log] for log in group))
@@ -190,7 +191,7 @@ def decide_bases(
         decided |= dict.fromkeys(group, replace(settings, id_base=bases.id_base, byte_base=bases.byte_base))
         more = f" and {counted(len(group) - 1, 'more log')}" if len(group) > 1 else ""
         notes += [f"{group[0].name}{more}: {note}" for note in joined.notes()]
-        if bases.id_base == "dec" and not joined.header_base and _tell_both_bases(texts):
+        if bases.id_base == "dec" and not joined.header_base and differ:
             fact = (
                 "CAN IDs were read as decimal numbers, as the log tells, although those of other logs are hexadecimal"
             )
@@ -198,21 +199,20 @@ def decide_bases(
     return decided, notes
 
 
-def _sources(texts: Mapping[Path, NumberTexts]) -> list[list[Path]]:
+def _sources(texts: Mapping[Path, NumberTexts], *, by_own_base: bool) -> list[list[Path]]:
     """Groups the logs whose numbers have one base.
 
     Logs with a header that tells its base form a group for each header. The other logs form one group; if some of their
-    IDs can only be hexadecimal and some only decimal, they form a group for each header. Logs whose IDs tell that they
-    are decimal have a group of their own beside hexadecimal logs.
+    IDs can only be hexadecimal and some only decimal, they form a group for each header. With `by_own_base`, logs whose
+    IDs tell that they are decimal have a group of their own beside hexadecimal logs.
     """
     untold = [written for written in texts.values() if not written.header_base]
     is_mixed = len({written.certain_id_base() for written in untold} - {""}) > 1
-    differ = _tell_both_bases(texts)
     groups: dict[str, list[Path]] = defaultdict(list)
     for path, written in texts.items():
         bases = f"{written.settings.id_base} {written.settings.byte_base}"  # numbers of a table have their own
         of_header = written.header if is_mixed or written.header_base else ""
-        own = written.id_base() or "hex" if differ and not written.header_base else ""
+        own = written.id_base() or "hex" if by_own_base and not written.header_base else ""
         groups[f"{bases} {of_header} {own}"].append(path)
     return [*groups.values()]
 

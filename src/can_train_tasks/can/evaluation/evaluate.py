@@ -29,7 +29,7 @@ from can_train_tasks.can.data.dataset import (
     leave_out_known,
     prepare,
 )
-from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints, Split, id_text
+from can_train_tasks.can.data.graphs import Floats, Ints, Split, id_text
 from can_train_tasks.can.data.layout import LOG, TEST, find_logs
 from can_train_tasks.can.data.reading import LogReader, decide_bases
 from can_train_tasks.can.evaluation import judging
@@ -52,7 +52,7 @@ from can_train_tasks.can.evaluation.scored_windows import log_ranks, window_colu
 from can_train_tasks.can.fusion.agent import FinishedFusion
 from can_train_tasks.can.fusion.mixes import BEST_MIX, mix_from_plain, with_choices
 from can_train_tasks.can.fusion.mixing import WEIGHT, WindowScores, as_log_odds
-from can_train_tasks.can.inputs import new_id_gaps, new_id_notes
+from can_train_tasks.can.inputs import known_ids, new_id_gaps, new_id_notes
 from can_train_tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
 from can_train_tasks.can.settings import CanDatasetSettings, FusionAgentSettings, VgaeSettings
 from can_train_tasks.can.synthetic.writing import synthetic_folder_name
@@ -155,15 +155,9 @@ def _held_out_ids(trained: CanData, ids: Ints) -> Ints:
     held_out = [rows for group, rows in split.test.items() if group in cut]
     if not held_out:
         return ids[:0]
-    own = np.setdiff1d(_ids(flat, np.concatenate([split.validation, *held_out])), _ids(flat, split.train))
+    kept = np.unique(np.concatenate([split.validation, *held_out]))
+    own = np.setdiff1d(known_ids(flat, kept), known_ids(flat, split.train))
     return ids[np.isin(ids, own)]
-
-
-def _ids(flat: FlatGraphs, rows: Ints) -> Ints:
-    """Returns the CAN IDs in windows, ascending."""
-    nodes = [flat.node_code[flat.node_ptr[row] : flat.node_ptr[row + 1]] for row in np.unique(rows)]
-    ids: Ints = flat.ids[np.unique(np.concatenate([flat.node_code[:0], *nodes]))]
-    return ids
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

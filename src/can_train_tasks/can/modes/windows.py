@@ -9,7 +9,6 @@ Shapes: R rows (windows), S columns of raw scores.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -21,8 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import DataError
-from can_train.io.units import count_of
-from can_train.memory.host import available_bytes
+from can_train.memory.host import room_bytes
 from can_train.reporter import TextTable
 from can_train.task import BatchTask, Feature, LogicalBatch, Predictions
 from can_train_tasks.can.data.batches import GRAPH_FEATURES, Gatherer
@@ -88,7 +86,7 @@ class WindowTask(BatchTask):
         """Prepares the inputs of all windows to train or validate on, where the host has room for them."""
         dataset, flat, rows = self._run.dataset, self._data.flat, self._windows
         hides, reconstructs = dataset.identity and dataset.id_dropout > 0, not self.supervised
-        room = _PREPARED_SHARE * available_bytes() / max(count_of(os.environ, "LOCAL_WORLD_SIZE", 1), 1)
+        room = room_bytes(_PREPARED_SHARE)
         # In double precision the step computes the inputs, too.
         if (
             self._run.training.precision != "fp64"
