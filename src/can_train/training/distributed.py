@@ -272,14 +272,7 @@ class ConnectedRanks(Ranks):
     def collective(self, call: Callable[[], object]) -> None:
         """Runs a collective of tensors, which all ranks enter; raises RankGoneError."""
         if self._tensors is None:
-            is_inference = torch.is_inference_mode_enabled()
-
-            def in_thread() -> None:
-                # A mode of this thread alone: tensors that it makes may be changed in this mode only.
-                with torch.inference_mode(is_inference):
-                    call()
-
-            self._exchange(in_thread)
+            self._exchange(call)
             return
         # A thread of its own has streams of its own, too.
         with _ranks_gone():
