@@ -128,7 +128,7 @@ def test_its_task_its_presets_its_options_and_its_command_are_used_as_the_builti
 
 
 def test_its_command_is_listed_and_completed_and_none_of_its_code_runs_for_that(said: Said) -> None:
-    assert "weigh RUN count the parameters of a finished run. " in said("--help")
+    assert "weigh RUN count the parameters of a finished run -h is short" in said("--help")
     assert said("complete-line", "zsh", "wei").startswith("weigh")
     assert "own_points.commands" not in sys.modules
     assert "Nearest of " in (text := said("wiegh", "last", code=2))
