@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from can_train.cli import train_options
-from can_train.cli.main import main
+from can_train.cli.main import _COMMANDS, main
 from can_train.cli.train_options import OPTIONS
 from can_train.config.settings import TrainingSettings
 from can_train.errors import ConfigError
@@ -53,7 +53,19 @@ def test_the_help_of_a_setting_ends_with_its_default_or_with_the_words_for_none(
         for name, value in vars(TrainingSettings()).items()
         if isinstance(value, str | int | float) and value
     }
-    assert {name: (brackets[name], value) for name, value in told.items() if brackets[name] != str(value)} == {}
+    shown = {name: "yes" if value is True else str(value) for name, value in told.items()}
+    assert {name: brackets[name] for name in told} == shown
+
+
+@pytest.mark.parametrize("name", ["train", *_COMMANDS])
+def test_each_help_writes_values_in_capitals_and_defaults_in_brackets(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert main((name, "--help-all")) == 0
+    text = capsys.readouterr().out
+    usage = text.partition("\n\n")[0]
+    assert not re.search(r"[{}]|\.\.\.\.|\[\[", usage)
+    assert not re.search(r"<\w|\[default|\[required\]|\[True\]|\[False\]|x>=", text)
 
 
 def test_help_all_shows_every_option_in_a_group(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from can_train.cli import output
 from can_train.cli.output import Verbosity
-from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode, flag_values
+from can_train.cli.run_locator import AsJson, RunLocator, RunsDir, StateDir, TrustCode, flag_values
 from can_train.cli.train import FILE_OPTIONS, RunFile, resolve_file
 from can_train.cli.train_options import OPTIONS, Flags, check_flags, check_targets, make_command, resolve_runs
 from can_train.config.settings import split_list
@@ -40,7 +40,9 @@ def make_explain_command(words: Sequence[str]) -> Callable[..., None]:
 
 
 def explain(  # noqa: PLR0913 - Typer makes an option of each argument
-    run: Run,
+    run: Annotated[
+        str, typer.Argument(help="A run, as in can-train show; or the flags of a training line.", metavar="RUN-or-LINE")
+    ],
     *,
     target_gpu: Annotated[
         str | None, typer.Option(help="The GPU to explain it on: h100-80gb. [the run's device]", metavar="TARGET-GPU")
@@ -52,8 +54,8 @@ def explain(  # noqa: PLR0913 - Typer makes an option of each argument
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
 ) -> None:
-    """Show which parts make the peak of a run's training step, and changes that shrink it; or of a training line:
-    can-train explain --model ... --dataset ...
+    """Show which parts make the peak of a training step, and changes that shrink it: of a run, or of a training line,
+    as in can-train explain --task my_file.py.
     """
     check_targets(target_gpu)
     locator = RunLocator(runs_dir, state_dir)

@@ -54,7 +54,7 @@ _Report = tuple[str, Mapping[str, Any], Sequence[str]]
 def factors(  # noqa: PLR0913 - Typer makes an option of each argument
     key: Annotated[
         str | None,
-        typer.Argument(help="Configuration key, with or without its size; all of them without.", metavar="[KEY]"),
+        typer.Argument(help="Configuration key, with or without its size; all of them without.", metavar="KEY"),
     ] = None,
     *,
     show: Annotated[bool, typer.Option("--show", help="List every run; with a KEY that is done anyway.")] = False,

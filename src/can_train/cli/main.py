@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from can_train import __version__
-from can_train.cli.output import data_alone, print_aside, print_error, print_json, print_text
+from can_train.cli.output import data_alone, print_aside, print_error, print_json, print_text, with_default
 from can_train.config.resolved import default_task
 from can_train.config.settings import canonical_name
 from can_train.config.task_settings import (
@@ -273,6 +273,25 @@ def _discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _name(parameter: Any) -> str:
+    """Returns an argument, or the spellings of an option and its value, as the help shows them."""
+    metavar = parameter.metavar or parameter.name.replace("_", "-").upper()
+    if parameter.param_type_name == "argument":
+        return str(metavar)
+    spellings = " / ".join(
+        ", ".join(sorted(names, key=len)) for names in (parameter.opts, parameter.secondary_opts) if names
+    )
+    return spellings if parameter.is_flag else f"{spellings} {metavar}"
+
+
+def _described(parameter: Any) -> str:
+    """Returns the help of a parameter with its default, which the texts of settings have already."""
+    default = parameter.default
+    if default in (None, False, "") or not parameter.show_default:
+        return str(parameter.help)
+    return with_default(str(parameter.help), default)
+
+
 class Command(TyperCommand):
     """A command whose flags may be spelt with `_` or `-`, or as an alias."""
 
@@ -343,14 +362,19 @@ class Command(TyperCommand):
             raise ConfigError(f"{flag} is on or off", value=value, remedy=f"Give {flag}, or {off}")
         return flag if value.lower() in _ON else off
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Returns the words of the usage, in which an argument that may be left out has brackets."""
+        arguments = [parameter for parameter in self.get_params(ctx) if parameter.param_type_name == "argument"]
+        return ["[OPTIONS]", *(_name(each) if each.required else f"[{_name(each)}]" for each in arguments)]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Writes arguments and options in their groups (Typer does it only with Rich)."""
         groups = defaultdict(list)
         for parameter in self.get_params(ctx):
-            if record := parameter.get_help_record(ctx):
+            if not getattr(parameter, "hidden", False):
                 title = "Arguments" if parameter.param_type_name == "argument" else "Options"
                 title = getattr(parameter, "rich_help_panel", None) or title
-                groups[title].append((record[0], with_command_name(record[1])))
+                groups[title].append((_name(parameter), with_command_name(_described(parameter))))
         for title, records in groups.items():
             with formatter.section(title):
                 formatter.write_dl(records)

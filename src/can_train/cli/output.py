@@ -193,6 +193,12 @@ def print_note(text: str) -> None:
     LineReporter(sys.stderr).notice(text)
 
 
+def with_default(text: str, default: object) -> str:
+    """Returns the help of an option with its default in brackets: yes or no for a switch."""
+    shown = {True: "yes", False: "no"}[default] if isinstance(default, bool) else default
+    return f"{text} [{shown}]"
+
+
 def print_starting(verbosity: Verbosity = Verbosity.NORMAL) -> None:
     """Says that PyTorch is loaded next, if it is not there yet: for seconds nothing else is printed."""
     if verbosity != Verbosity.QUIET and "torch" not in sys.modules:

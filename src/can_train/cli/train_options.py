@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from can_train.cli.output import print_note
+from can_train.cli.output import print_note, with_default
 from can_train.cli.run_locator import flag_values
 from can_train.config import resolved, settings
 from can_train.config.settings import ClusterSettings, TrainingSettings, split_list
@@ -109,8 +109,12 @@ _METAVARS: Final = {
     "config": "FILE",
     "older_than": "AGE",
     "trials": "N",
+    "betas": "BETA,BETA",
+    "lr_factors": "NAME=FACTOR",
 }
-_METAVARS_OF_TYPES: Final[dict[Any, str]] = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
+_METAVARS_OF_TYPES: Final[dict[Any, str]] = {
+    int: "INTEGER", float: "NUMBER", str: "TEXT", list[str]: "NAME,NAME",
+}  # fmt: skip
 
 
 def named_task(words: Sequence[str]) -> tuple[str, TaskSettings]:
@@ -235,7 +239,7 @@ def _with_default(text: str, default: Any) -> str:
     words = re.fullmatch(r"(.*); (?:empty|0): (.*)\.", text)
     if words is not None and default in ("", 0):
         return f"{words[1]}. [{words[2]}]"
-    return text if default == "" else f"{text} [{default}]"
+    return text if default == "" else with_default(text, default)
 
 
 def _described(options: Mapping[str, Option], name: str, task: TaskSettings) -> dict[str, Option]:
