@@ -431,12 +431,13 @@ class FlaggedLog:
 
         An alarm then reaches from its first to its last flagged window, and is raised in a window between them.
         """
+        timeline = Timeline.of(self.flat, self.rows)
         if self.hold is None:
             flagged = np.flatnonzero(self.flagged)
-            apart = self.flat.first_frame[self.rows[flagged[1:]]] - self.flat.first_frame[self.rows[flagged[:-1]]]
-            runs = np.split(flagged, np.flatnonzero(apart > self.flat.window) + 1)
+            steps = np.diff(self.flat.first_frame[self.rows[flagged]])
+            apart = (steps > self.flat.window) | (np.diff(timeline.segment[flagged]) > 0)
+            runs = np.split(flagged, np.flatnonzero(apart) + 1)
             return [self._alarm(run) for run in runs if len(run)]
-        timeline = Timeline.of(self.flat, self.rows)
         raised = np.flatnonzero(held_scores(self.flagged.astype(np.float64), timeline.segment, self.hold) > 0.5)
         if not len(raised):
             return []
@@ -444,7 +445,8 @@ class FlaggedLog:
         alarms = []
         for first, last in zip(raised[begins], raised[np.append(begins[1:], len(raised)) - 1], strict=True):
             # The hold raises the alarm at the window `first`; the hold's other flagged windows lie before it.
-            event = np.arange(max(0, first - self.hold.of + 1), last + 1)
+            begin = np.searchsorted(timeline.segment, timeline.segment[first])
+            event = np.arange(max(begin, first - self.hold.of + 1), last + 1)
             alarms.append(self._alarm(event[self.flagged[event]]))
         return alarms
 
@@ -453,7 +455,8 @@ class FlaggedLog:
         source = flat.sources[flat.source[rows[0]]]
         kinds = [flat.kinds[code] for code in np.unique(flat.label[rows]) if code]
         label = ("attack" if kinds else "benign") if source.labelled else None
-        start_s, end_s = float(flat.start_time[rows[0]]), float(flat.end_time[rows].max())
+        start_s = float(flat.start_time[rows[0]])
+        end_s = max(start_s, float(flat.end_time[rows].max()))  # the clock may be set back inside a window
         first_line, last_line = int(self.lines[0][run[0]]), int(self.lines[1][run].max())
         score, causes = float(self.score[run].max()), self._joined(run)
         windows = f"{len(run)} windows" if len(run) > 1 else "1 window"

@@ -24,9 +24,10 @@ SECONDS_PER_HOUR: Final = 3600.0
 # Seconds. Attack windows, or alarms, with a shorter gap belong together: attackers send at intervals, so that a window
 # between two injected frames may be benign, and one alarm is enough for all of them.
 JOIN_S: Final = 1.0
-# A window that lasts `PAUSE_S`, and this many times as long as the median window, has a pause: slow buses have long
-# windows.
+# A window that lasts `PAUSE_S`, and this many times as long as the median of the windows before it, has a pause: slow
+# buses have long windows.
 PAUSE_WINDOWS: Final = 10
+USUAL_WINDOWS: Final = 100  # latest windows whose median is compared
 DRAWS: Final = 1000  # draws of the bootstrap: the ends of an interval then vary by about a twentieth of its width
 DRAWS_AT_A_TIME: Final = 100  # draws in memory together, to bound memory where a log has ten thousand blocks
 CONFIDENCE: Final = 0.95  # confidence of an interval
@@ -100,12 +101,13 @@ class Timeline:
         # its last frame. Some logs step back in time between windows.
         until = np.append(np.where(adjoining, start[1:], end[:-1]), end[-1:])
         seconds = np.maximum(until - start, 0.0)
-        usual_s = np.zeros(len(rows))
-        for source in np.unique(flat.source[rows]):
-            of_log = flat.source[rows] == source
-            usual_s[of_log] = np.median(seconds[of_log])
-        paused = np.maximum(seconds, end - start) > np.maximum(PAUSE_S, PAUSE_WINDOWS * usual_s)
-        set_back = end < start
+        lasted, set_back = np.maximum(seconds, end - start), end < start
+        paused, usual_s = np.zeros(len(rows), bool), seconds.copy()
+        begins = np.flatnonzero(np.append(np.ones(min(len(rows), 1), bool), ~same_log))
+        for position in np.flatnonzero((lasted > PAUSE_S) | set_back):
+            begin = begins[np.searchsorted(begins, position, side="right") - 1]
+            earlier = lasted[max(begin, position - USUAL_WINDOWS) : position]
+            paused[position], usual_s[position] = has_pause(lasted[position], earlier)
         apart |= paused[:-1] | (np.diff(start) < 0)
         return cls(
             segment=np.cumsum(np.append(np.zeros(min(len(rows), 1), np.int64), apart)),
@@ -148,6 +150,20 @@ class Timeline:
         for number, (begin, end) in enumerate(zip(attacks[first], attacks[last], strict=True)):
             numbers[begin : end + 1] = number
         return numbers
+
+
+def has_pause(lasted_s: float, earlier_s: Sequence[float] | Floats) -> tuple[bool, float]:
+    """Tells whether a window has a pause, from the windows before it alone, as a live bus must.
+
+    Args:
+        lasted_s: Seconds to the last frame of the window, or to the next window that follows at once.
+        earlier_s: The same seconds of the `USUAL_WINDOWS` windows before it, or of fewer.
+
+    Returns:
+        Whether it has a pause, and the usual seconds of a window: 0 without an earlier window.
+    """
+    usual_s = float(np.median(earlier_s)) if len(earlier_s) else 0.0
+    return lasted_s > max(PAUSE_S, PAUSE_WINDOWS * usual_s), usual_s
 
 
 def held_scores(score: Floats, segment: Ints, hold: Hold) -> Floats:

@@ -39,7 +39,7 @@ from can_train_tasks.can.data.graphs import (
     no_graphs,
 )
 from can_train_tasks.can.evaluation.alarms import LEAST_USUAL_WINDOWS, Cause, Explainer, named_causes
-from can_train_tasks.can.evaluation.bursts import EACH_WINDOW, JOIN_S, alarm_hold
+from can_train_tasks.can.evaluation.bursts import EACH_WINDOW, JOIN_S, USUAL_WINDOWS, alarm_hold, has_pause
 from can_train_tasks.can.evaluation.calibration import LEAST_CALIBRATION_WINDOWS, BenignScores, Calibration
 from can_train_tasks.can.evaluation.live_input import SILENCE_S, BusErrors, FrameInput, Unread, open_input
 from can_train_tasks.can.evaluation.metrics import Threshold
@@ -197,11 +197,22 @@ class LiveAlarm:
 
 
 class AlarmState:
-    """The alarm that is raised at the moment; takes the windows of a bus one by one."""
+    """The alarm that is raised at the moment; takes the windows of a bus one by one.
 
-    def __init__(self, *, hold: Hold, threshold: Threshold) -> None:
+    As in a log, an alarm, and the hold of one, ends with a window that has a pause, and where the clock is set back.
+
+    Args:
+        hold: Flagged windows that raise an alarm.
+        threshold: A score above it flags a window.
+        adjoins: The next window follows a window at once, or overlaps it: no stride is longer than a window.
+    """
+
+    def __init__(self, *, hold: Hold, threshold: Threshold, adjoins: bool = True) -> None:
         self.hold = hold
         self.threshold = threshold
+        self._adjoins = adjoins
+        self._last: tuple[float, float] | None = None  # times of the last window's first and last frame
+        self._lasted_s: deque[float] = deque(maxlen=USUAL_WINDOWS)  # seconds of the windows before the last one
         self._recent: deque[_Flagged | None] = deque(maxlen=hold.of)  # the last windows; None: not flagged
         self._since: list[_Flagged] = []  # flagged windows since the alarm was last raised
         self._alarm: LiveAlarm | None = None
@@ -210,8 +221,12 @@ class AlarmState:
     def see(self, start_s: float, end_s: float, score: float) -> tuple[LiveAlarm | None, LiveAlarm | None]:
         """Takes the next window; returns the alarm that ended before the window, and the alarm that it raised."""
         flagged = _Flagged(start_s, end_s, score) if score > self.threshold.value else None
-        self._recent.append(flagged)
         ended = None
+        if self._is_apart(start_s):
+            ended = self.finish()
+            self._recent.clear()
+        self._last = start_s, end_s
+        self._recent.append(flagged)
         if self._alarm is not None and start_s - self._alarm.raised_until_s >= JOIN_S:
             ended = self.finish()
         if self._alarm is not None and flagged is not None:
@@ -220,21 +235,35 @@ class AlarmState:
         if len(raising) < self.hold.needed:
             return ended, None
         since, self._since = self._since, []
+        # The clock may be set back inside the window.
+        until_s = end_s if end_s >= start_s else start_s + has_pause(0.0, self._lasted_s)[1]
         if (alarm := self._alarm) is not None:
             alarm.windows += len(since)
             alarm.score = max([alarm.score, *(window.score for window in since)])
             alarm.end_s = max([alarm.end_s, *(window.end_s for window in since)])
-            alarm.raised_until_s = end_s
+            alarm.raised_until_s = until_s
             return ended, None
-        self._alarm = LiveAlarm(start_s=raising[0].start_s, end_s=raising[-1].end_s, windows=len(raising),
-                                score=max(window.score for window in raising), raised_until_s=end_s)  # fmt: skip
+        self._alarm = LiveAlarm(start_s=raising[0].start_s, windows=len(raising),
+                                end_s=max(raising[0].start_s, *(window.end_s for window in raising)),
+                                score=max(window.score for window in raising), raised_until_s=until_s)  # fmt: skip
         self.alarms += 1
         return ended, self._alarm
 
     def finish(self) -> LiveAlarm | None:
         """Ends and returns the alarm that is raised; None without an alarm."""
         ended, self._alarm = self._alarm, None
+        self._since.clear()
         return ended
+
+    def _is_apart(self, start_s: float) -> bool:
+        """Tells whether a pause, or a clock that was set back, lies before a window that begins at `start_s`."""
+        if self._last is None:
+            return False
+        last_s, until_s = self._last
+        lasted_s = max(0.0, until_s - last_s, start_s - last_s if self._adjoins else 0.0)
+        paused, _ = has_pause(lasted_s, self._lasted_s)
+        self._lasted_s.append(lasted_s)
+        return paused or start_s < last_s
 
 
 class LiveBus:
@@ -261,7 +290,7 @@ class LiveBus:
         self._window, self._stride = int(dataset.window), int(dataset.stride)
         self._builder = GraphBuilder(dataset.window, dataset.stride)
         self._usual: deque[GraphBlock] = deque(maxlen=LATEST_WINDOWS)
-        self.alarms = AlarmState(hold=watch.hold, threshold=watch.threshold)
+        self.alarms = AlarmState(hold=watch.hold, threshold=watch.threshold, adjoins=self._stride <= self._window)
         self.windows = self.flagged = 0
         self.arrived_s = time.monotonic()
         self.is_silent = False

@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from can_train.errors import CheckpointError
 from can_train.reporter import LineReporter, SilentReporter
@@ -17,6 +19,7 @@ from can_train.training.evaluate import EvaluationRequest, evaluate
 from can_train_tasks.can.data.graphs import Frames
 from can_train_tasks.can.evaluation import live as live_module
 from can_train_tasks.can.evaluation import live_input
+from can_train_tasks.can.evaluation.alarms import FlaggedLog
 from can_train_tasks.can.evaluation.bursts import EACH_WINDOW
 from can_train_tasks.can.evaluation.live import AlarmState, DetectionRequest, LiveEvent, LiveRun, make_live_detector
 from can_train_tasks.can.evaluation.live_input import BusFrames, Unread
@@ -25,6 +28,7 @@ from can_train_tasks.can.evaluation.options import AlarmRule, EvaluationOptions,
 from fakes.candump import candump
 from fakes.random_bus import INJECTED, injected_frames, write_log
 from fakes.trained_runs import WINDOW, finished_run, injected_run
+from fakes.windows_by_hand import windows_of
 
 
 def drive(size: int = 4_000, pause_s: float = 1.5) -> Frames:
@@ -447,3 +451,27 @@ def test_an_alarm_begins_once_and_ends_when_a_second_has_passed(hold: Hold, flag
 
 def test_flags_less_than_a_second_apart_are_one_alarm() -> None:
     assert states(EACH_WINDOW, "1010010", seconds=0.3) == ["+", "", "", "", "", "", "", "-"]
+
+
+@given(
+    windows=st.lists(
+        st.tuples(st.sampled_from((0.01, 0.3, 30.0, -5.0)), st.sampled_from((0.01, 0.5, 2.0, 40.0, -50.0)),
+                  st.sampled_from((True, True, False))),
+        min_size=2, max_size=30,
+    ),
+    hold=st.sampled_from((Hold(1, 1), Hold(2, 3), Hold(3, 3))),
+)  # fmt: skip
+def test_alarms_are_those_of_the_same_windows_in_a_log_whatever_the_clock_does(
+    windows: Sequence[tuple[float, float, bool]], hold: Hold
+) -> None:
+    lasting, gaps, flagged = map(np.array, zip(*windows, strict=True))
+    start = np.cumsum(np.append(1e3, (lasting + gaps)[:-1]))
+    flat = windows_of([[0x100]] * len(start), start_time=start, end_time=start + lasting)
+    rows, score = np.arange(len(start)), flagged.astype(float)
+    log = FlaggedLog(flat=flat, rows=rows, score=score, flagged=flagged, threshold=0.5, lines=np.stack([rows, rows]),
+                     causes=dict.fromkeys(rows.tolist(), ()), decimal=False, hold=hold)  # fmt: skip
+    state = AlarmState(hold=hold, threshold=Threshold(value=0.5, rule=""))
+    ends = [state.see(*window)[0] for window in zip(start, start + lasting, score, strict=True)]
+    live = [(alarm.start_s, alarm.end_s, alarm.windows) for alarm in (*ends, state.finish()) if alarm is not None]
+    logged = [alarm.record for alarm in log.alarms()]
+    assert live == [(record["start_time"], record["end_time"], record["windows"]) for record in logged]
