@@ -306,7 +306,8 @@ class Planner:
             is_chosen = known is None and self.training.fit != "recompute" and not self.training.recompute
             if is_chosen and rung.recompute and not rung.offload:
                 made = self._with_fewest_modules(made, plan)
-            return self._with_effect(made)
+            is_asked = self.training.fit not in ("auto", "split", "off") or bool(self.training.recompute)
+            return replace(self._with_effect(made), rung_is_asked=is_asked)
         raise on_no_rung(failures)
 
     def _without_recomputation(self, error: Exception, left: Sequence[Rung]) -> list[Rung]:

@@ -83,6 +83,7 @@ class RunPlan:
     data: DataPlacement = DataPlacement()  # Of the run, in the plan of its first phase; the limits include the data
     room_samples: int | None = None  # Predicted to fit at once on all devices; None without a search
     rung: Rung = SPLIT_ALONE  # That steps are computed on
+    rung_is_asked: bool = False  # The settings name the rung or its modules; else it is the first on which a step fits
     rung_saves_bytes: int = 0  # Bytes that the largest sample saves less for the backward pass; 0: not known
     state_on_host_bytes: int = 0  # Of all optimizers' state that waits on the host between steps
     saved_on_host_bytes: int = 0  # Most that the saved tensors of a micro-batch take of the host

@@ -135,8 +135,12 @@ def _rung_text(run_plan: RunPlan) -> str:
         effects.append(f"the host needs {size_text(run_plan.on_host_bytes)} for it")
     told = f": {', '.join(effects)}" if effects else ""
     choice = run_plan.micro_batch
-    reason = "is faster" if choice is not None and choice.is_other_rung else "fits"
-    return f"So that it {reason}, {run_plan.rung.describe()}{told}."
+    reason = "So that it fits"
+    if choice is not None and choice.is_other_rung:
+        reason = "So that it is faster"
+    elif run_plan.rung_is_asked:
+        reason = "As asked for"
+    return f"{reason}, {run_plan.rung.describe()}{told}."
 
 
 def plan_details(run_plan: RunPlan) -> list[tuple[str, str]]:
