@@ -415,15 +415,32 @@ def errors_of_steps() -> Iterator[None]:
 
 def nearest_first(name: str, valid: Iterable[str]) -> list[str]:
     """Returns the valid names, those most like `name` first, the others after them in alphabetical order."""
+    close, rest = _by_likeness(name, valid)
+    return close + rest
+
+
+def near_or_newest(name: str, newest_first: Iterable[str]) -> str:
+    """Returns the head of a list of known names and the names: those most like `name`, else the newest ones."""
+    names = list(newest_first)
+    close, _ = _by_likeness(name, names)
+    title = "The nearest names" if close else "The newest"
+    # One name a line: two ids of runs are too long for a line.
+    return "\n  ".join([f"{title}:", *(close or names)[:_MAX_SUGGESTIONS]])
+
+
+def _by_likeness(name: str, valid: Iterable[str]) -> tuple[list[str], list[str]]:
     names = sorted(set(valid))
     close = get_close_matches(str(name), names, n=len(names) or 1, cutoff=_SUGGESTION_CUTOFF)
-    return close + [other for other in names if other not in close]
+    return close, [each for each in names if each not in close]
 
 
 def unknown_name(what: str, name: str, valid: Iterable[str], *, more: str = "") -> ConfigError:
     """Returns the error for an unknown name; it lists the nearest valid ones, and ends with `more`."""
-    names = nearest_first(name, valid)
-    how_many = "Valid, nearest first" if len(names) <= _MAX_SUGGESTIONS else f"Nearest of {len(names)}"
+    close, rest = _by_likeness(name, valid)
+    names = close + rest
+    how_many = "Valid, nearest first" if close else "Valid"
+    if len(names) > _MAX_SUGGESTIONS:
+        how_many = f"Nearest of {len(names)}" if close else f"The first of {len(names)}"
     listed = ", ".join(names[:_MAX_SUGGESTIONS])
     return ConfigError(f"Unknown {what}", value=repr(name), remedy=f"{how_many}: {listed}{more}")
 

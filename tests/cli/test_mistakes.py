@@ -439,7 +439,7 @@ WRONG = {
     ("--data-root", "/dev/null"): "--data-root must be a folder: /dev/null is a file.\n"
     "Name another: --data-root FOLDER.",
     ("--submit", "--mail-type", "SOMETIMES"): "Unknown value of --mail-type: 'SOMETIMES'.\n"
-    "Nearest of 13: ALL, ARRAY_TASKS, BEGIN, END, FAIL.",
+    "The first of 13: ALL, ARRAY_TASKS, BEGIN, END, FAIL.",
     ("--epochs 3",): "A flag and its value are two words: '--epochs 3'.\nLeave out the quotes: --epochs 3.",
 }  # fmt: skip
 

@@ -282,8 +282,8 @@ def test_settings_have_the_types_of_their_fields_also_once_they_are_read_back(ow
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("task.kind=xyz", "Unknown value of task.kind: 'xyz'. Valid, nearest first: gat, gcn"),
-        ("task.depth=3", "Unknown value of task.depth: '3'. Valid, nearest first: 1, 2"),
+        ("task.kind=xyz", "Unknown value of task.kind: 'xyz'. Valid: gat, gcn"),
+        ("task.depth=3", "Unknown value of task.depth: '3'. Valid: 1, 2"),
         ("task.table={b:x}", "task.table.b must be a whole number: 'x'"),
         ("task.tabel.b=2", "Unknown setting: 'task.tabel.b'"),
         ("task.table.b.c=2", "Unknown setting: 'task.table.b.c'"),

@@ -170,7 +170,7 @@ def test_the_best_comes_first(runs: Runs, capsys: pytest.CaptureFixture[str]) ->
         (("runs", "--watch", "--json"), "--watch and --json cannot be combined"),
         (("runs", "--limit", "-1"), "--limit"),
         (("runs", "--state-dir", ""), "--state-dir is empty"),
-        (("status", "20270101"), "The nearest names:\n  20260101-000001"),
+        (("status", "20270101"), "The newest:\n  20260101-0000"),
         (("status",), "RUN"),
         (("resubmit", "20260101", "--set", "training.lrr=1"), "configuration cannot be read"),
     ],

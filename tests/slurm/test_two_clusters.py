@@ -285,8 +285,8 @@ def test_a_submission_to_one_of_several_clusters_names_the_one_that_took_the_job
     ("clusters", "partition", "fact"),
     [
         ("beta,alhpa", "main", "Unknown cluster: 'alhpa'. Valid, nearest first: alpha, beta"),
-        ("beta,alpha", "short", "Unknown partition of the cluster alpha: 'short'. Valid, nearest first: main."),
-        ("all", "short", "Unknown partition of the cluster beta: 'short'. Valid, nearest first: "),
+        ("beta,alpha", "short", "Unknown partition of the cluster alpha: 'short'. Valid: main."),
+        ("all", "short", "Unknown partition of the cluster beta: 'short'. Valid: "),
     ],
 )
 def test_each_of_several_clusters_must_exist_and_have_the_partition(

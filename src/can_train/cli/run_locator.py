@@ -38,7 +38,14 @@ def _own_runs_dir(context: typer.Context, value: str) -> str:
     return value if given else user_file().values.get("runs_dir", value)
 
 
-RunsDir = Annotated[str, typer.Option(help="Folder of run folders.", metavar="FOLDER", callback=_own_runs_dir)]
+RunsDir = Annotated[
+    str,
+    typer.Option(
+        help="Folder of run folders, beside the runs that the state folder lists.",
+        metavar="FOLDER",
+        callback=_own_runs_dir,
+    ),
+]
 StateDir = Annotated[
     str | None, typer.Option(help="State folder. [$CAN_TRAIN_HOME, else the user's state directory]", metavar="FOLDER")
 ]

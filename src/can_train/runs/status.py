@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from can_train.errors import RunError, nearest_first
+from can_train.errors import RunError, near_or_newest
 from can_train.io import records
 from can_train.io.index import without_collections
 from can_train.io.records import JobId
@@ -340,8 +340,7 @@ def find_run(runs: Sequence[KnownRun], name: str) -> KnownRun:
     remedy = "There are no runs yet; --runs-dir and --state-dir name other folders"
     if runs:
         sweeps = (known.record.sweep for known in runs if known.record.sweep)
-        nearest = nearest_first(name, (*(known.run_id for known in runs), *sweeps))
-        remedy = f"The nearest names:{_listed(nearest)}\ncan-train runs lists all runs"
+        remedy = f"{near_or_newest(name, (*(known.run_id for known in runs), *sweeps))}\ncan-train runs lists all runs"
     raise RunError("There is no such run", value=repr(name), remedy=remedy)
 
 
@@ -381,7 +380,7 @@ def find_sweep(name: str, sweeps: Iterable[str]) -> str:
     if matching:
         remedy = f"The newest of them:{_listed(matching)}\nGive a part of a name that a single sweep has"
         raise RunError(f"{len(matching)} sweeps match this name", value=repr(name), remedy=remedy)
-    remedy = f"The nearest names:{_listed(nearest_first(name, known))}" if known else "can-train runs lists all runs"
+    remedy = near_or_newest(name, known) if known else "can-train runs lists all runs"
     raise RunError("There is no such sweep", value=repr(name), remedy=remedy)
 
 
