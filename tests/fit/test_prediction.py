@@ -1,6 +1,7 @@
 """Peaks predicted from tiny batches, against those measured of batches many times as large."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,16 @@ def test_a_batch_of_a_billion_samples_is_predicted_from_few() -> None:
 def test_sparse_gradients_are_recorded_for_a_card(dispatched: None) -> None:
     found, dense = sparse_or_dense(sparse=True, target="t4"), sparse_or_dense(sparse=False, target="t4")
     assert found.tensors.most_bytes < dense.tensors.least_bytes - 0.8 * 10_000 * 64 * 4
+    assert not found.notices
+
+
+def test_the_entries_of_a_sparse_gradient_are_recorded_until_the_gradient_ends(dispatched: None) -> None:
+    tables = nn.ModuleList(nn.Embedding(10_000, 64, sparse=True) for _ in range(4))
+    tokens = torch.randint(0, 10_000, (64, 100))
+    found = predict_peak(tables, 64, loss_of=lambda rows: sum(table(tokens[rows]).mul(2).sum() for table in tables),
+                         optimizer=partial(torch.optim.SGD, lr=0.1), target="t4")  # fmt: skip
+    # Four tables, and the gradients of all.
+    assert found.tensors.least_bytes > 4 * (10_000 + 64 * 100) * 64 * 4
     assert not found.notices
 
 

@@ -206,3 +206,5 @@ def test_on_a_gpu_one_kernel_updates_all_parameters(name: str) -> None:
     assert not make_optimizer(parameters, training, 0.1, torch.device("cpu")).defaults["fused"]
     chosen = TrainingSettings(optimizer=name, optimizer_args={"fused": False})
     assert make_optimizer(parameters, chosen, 0.1, GPU).defaults["fused"] is False
+    # Its kernel refuses sparse gradients.
+    assert make_optimizer(parameters, training, 0.1, GPU, is_sparse=True).defaults["fused"] is False

@@ -229,5 +229,11 @@ def test_sparse_gradients_train_as_dense_ones_and_their_momentum_has_the_rows_of
     assert states[1]._nnz() == 5
 
 
+def test_a_sparse_gradient_is_found_in_the_model() -> None:
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(5, 2, sparse=True), torch.nn.Linear(2, 1))
+    assert optimizers.has_sparse_gradients(model)
+    assert not optimizers.has_sparse_gradients(model.requires_grad_(False))
+
+
 def test_a_frozen_sparse_embedding_is_left_alone() -> None:
     optimizers.check_sparse(torch.nn.Embedding(5, 2, sparse=True).requires_grad_(False), TrainingSettings())

@@ -114,10 +114,7 @@ class Optimization:
         Returns:
             Whether the weights moved: under fp16 the scaler skips a step whose gradients overflowed.
         """
-        for parameter in self.parameters:
-            # A momentum would keep both entries of a row that comes twice in a batch, and more with each step.
-            if (gradient := parameter.grad) is not None and gradient.layout is torch.sparse_coo:
-                parameter.grad = gradient.coalesce()
+        coalesce_gradients(self.parameters)
         scale = self.scaler.get_scale()
         if self.clip_norm > 0 or self.clip_value > 0 or self.noise.deviation > 0:
             self.scaler.unscale_(self.optimizer)
@@ -331,6 +328,16 @@ def freeze(model: nn.Module, training: TrainingSettings, *, epoch: int) -> None:
                 parameter.requires_grad_(is_trained)
 
 
+def coalesce_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Adds the entries of sparse gradients that belong to one row.
+
+    A momentum would keep both entries of a row that comes twice in a batch, and more with each step.
+    """
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None and gradient.layout is torch.sparse_coo:
+            parameter.grad = gradient.coalesce()
+
+
 def check_sparse(model: nn.Module, training: TrainingSettings) -> None:
     """Raises ConfigError where the gradient of a module is sparse, and the optimizer takes dense ones alone."""
     of_pytorch = training.optimizer in ("sgd", "adagrad") and not training.weight_decay
@@ -342,12 +349,22 @@ def check_sparse(model: nn.Module, training: TrainingSettings) -> None:
     who, remedy = f"The optimizer {training.optimizer}", "--optimizer sgd --weight-decay 0"
     if is_clipped:
         who, remedy = "Clipping", clips if takes_sparse else f"{remedy} {clips}"
-    for name, module in model.named_modules():
-        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        if is_sparse and module.weight.requires_grad:
-            raise ConfigError(f"{who} takes dense gradients alone, as it is set",
-                              value=f"{name or type(module).__name__} has sparse=True",
-                              remedy=f"Leave sparse=True out, or give {remedy}")  # fmt: skip
+    for name in _sparse_modules(model):
+        raise ConfigError(f"{who} takes dense gradients alone, as it is set", value=f"{name} has sparse=True",
+                          remedy=f"Leave sparse=True out, or give {remedy}")  # fmt: skip
+
+
+def has_sparse_gradients(model: nn.Module) -> bool:
+    """Tells whether a module of a model has a sparse gradient, which no fused optimizer takes."""
+    return bool(_sparse_modules(model))
+
+
+def _sparse_modules(model: nn.Module) -> list[str]:
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
+    ]
 
 
 def phase_parameters(model: nn.Module, phase: Phase) -> list[tuple[str, nn.Parameter]]:
@@ -404,7 +421,7 @@ def make_optimization(  # noqa: PLR0913 - the settings of a phase, and a task's 
     named = phase_parameters(model, phase)
     groups, device = parameter_groups(model, named, training, lr), named[0][1].device
     with parameters_on_host([parameter for _, parameter in named]) if offloaded else nullcontext():
-        optimizer = make_optimizer(groups, training, lr, device)
+        optimizer = make_optimizer(groups, training, lr, device, is_sparse=has_sparse_gradients(model))
     state = OffloadedState(optimizer) if offloaded else None
     if state is not None:
         state.begin()
@@ -450,8 +467,10 @@ def parameter_groups(
     return [{"params": own, "lr": lr * factor, "weight_decay": decay} for (factor, decay), own in ordered]
 
 
-def make_optimizer(parameters: Sequence[Any], training: TrainingSettings, lr: float, device: torch.device) -> Optimizer:
-    """Makes the optimizer alone, for parameters or groups of them.
+def make_optimizer(
+    parameters: Sequence[Any], training: TrainingSettings, lr: float, device: torch.device, *, is_sparse: bool = False
+) -> Optimizer:
+    """Makes the optimizer alone, for parameters or groups of them; `is_sparse` tells whether a gradient is sparse.
 
     Raises:
         ConfigError: There is no such optimizer, it does not train as batches are computed here, or it has no such
@@ -471,8 +490,8 @@ def make_optimizer(parameters: Sequence[Any], training: TrainingSettings, lr: fl
         # PyTorch's default on a GPU (foreach) copies the parameters for a moment in every step, which the batch could
         # have used. Where there is nothing else, it is asked for: what is measured on the host then does the same.
         arguments["fused" if kind in _FUSED else "foreach"] = True
-    if _is_partly_sharded(parameters) and not given.keys() & {"fused", "foreach", "differentiable"}:
-        # Its kernels take either shards or whole weights.
+    if (is_sparse or _is_partly_sharded(parameters)) and not given.keys() & {"fused", "foreach", "differentiable"}:
+        # Fused kernels take dense gradients alone, and these kernels either shards or whole weights.
         arguments |= {"fused": False, "foreach": False}
     arguments = {key: value for key, value in arguments.items() if key in taken}
     arguments |= {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}

@@ -42,7 +42,14 @@ from can_train.fit.explore import (
 from can_train.fit.low_bit_state import LowBitOptimizer
 from can_train.fit.micro_batcher import untrainable_because
 from can_train.fit.offloaded_state import OffloadedState
-from can_train.fit.optimizer import make_optimizer, only_trained, phase_parameters, phase_training
+from can_train.fit.optimizer import (
+    coalesce_gradients,
+    has_sparse_gradients,
+    make_optimizer,
+    only_trained,
+    phase_parameters,
+    phase_training,
+)
 from can_train.fit.optimizer_memory import measure_optimizer
 from can_train.fit.packing import ROUNDING, BatchCosts, batch_totals, counts_of, growing_totals
 from can_train.fit.peak_prediction import (
@@ -519,18 +526,17 @@ class TaskStep:
     def train_on_gpu(self) -> None:
         """Trains every phase for some steps on the whole batch, once the model is on a GPU."""
         phases = [(phase, phase_training(self.training, phase)) for phase in self.task.phases()]
-        optimizers = [
-            self._maker(training)([parameter for _, parameter in phase_parameters(self.model, phase)])
-            for phase, training in phases
-        ]
+        trained = [[parameter for _, parameter in phase_parameters(self.model, phase)] for phase, _ in phases]
+        optimizers = [self._maker(training)(own) for (_, training), own in zip(phases, trained, strict=True)]
         for optimizer in optimizers if self.rung.offload_optimizer else ():
             OffloadedState(optimizer).begin()
         for _ in range(_RECORDED_STEPS):
-            for (phase, training), optimizer in zip(phases, optimizers, strict=True):
+            for (phase, training), own, optimizer in zip(phases, trained, optimizers, strict=True):
                 with only_trained(self.model, phase):
                     for _ in range(min(self.num_parts, _RECORDED_STEPS)):
                         with computed_on(self.rung, self.model):
                             self._loss(phase, training).backward()
+                coalesce_gradients(own)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
 
@@ -543,7 +549,8 @@ class TaskStep:
         self.train_on_gpu()
 
     def _maker(self, training: TrainingSettings) -> MakeOptimizer:
-        make = partial(make_optimizer, training=training, lr=training.lr, device=self.device)
+        make = partial(make_optimizer, training=training, lr=training.lr, device=self.device,
+                       is_sparse=has_sparse_gradients(self.model))  # fmt: skip
         return _as_on_a_gpu(make) if self.device.type == "cuda" else make
 
     def _loss(self, phase: Phase, training: TrainingSettings) -> Tensor:

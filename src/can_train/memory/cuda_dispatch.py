@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
-from itertools import accumulate
+from itertools import accumulate, chain
 from multiprocessing import get_context
 from pathlib import Path
 from threading import RLock
@@ -49,6 +49,7 @@ from can_train.memory.host import die_with_parent
 from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import error_chain
 from can_train.memory.simulated.allocator import CachingAllocator
+from can_train.memory.simulated.gpu import storages_of
 from can_train.memory.value_sizes import INDEXING, ValueSizes
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 A100_THREADS: Final = 108 * 2048
 # Errors of fake tensors whose values are read.
 _VALUE_ERRORS: Final = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
+_ENTRIES: Final = "can_train_entries"  # of a sparse tensor whose copy has none
 _TIMEOUT_S: Final = 600.0  # a step of the largest networks takes less than a minute
 _UNLIMITED: Final = 2**50
 _REPLAYED: Final = (TENSORS, CUDNN)
@@ -472,6 +474,8 @@ class _Recorder(AllocationRecorder):
                     self._values[made] = value
         elif func._schema.is_mutable:
             self._forget_values(args[:1])
+        if func is _aten.clone.default and result.layout is torch.sparse_coo:
+            self._keep_entries(args[0], result)
         self._take_workspaces(func, args, result)
         return result
 
@@ -538,8 +542,20 @@ class _Recorder(AllocationRecorder):
                 for tensor in [tensor for tensor in self._values if tensor.untyped_storage()._cdata == shared]:
                     del self._values[tensor]
 
+    def _keep_entries(self, sparse: Tensor, copy: Tensor) -> None:
+        """Keeps the entries of a sparse tensor for as long as its copy lives: the copy that fake tensors make is empty,
+        and so is every update by it. A gradient that a backward pass hands to a parameter is moved, not copied.
+        """
+        entries = getattr(sparse, _ENTRIES, None) or (sparse._indices(), sparse._values())
+        if torch._C._current_graph_task_id() == -1:
+            with self._fake, self:
+                entries = tuple(each.clone() for each in entries)
+        setattr(copy, _ENTRIES, entries)
+
     def _storages(self, tensor: Tensor) -> tuple[UntypedStorage, ...]:
-        return (tensor.untyped_storage(),) if is_on_gpu(tensor) and tensor.layout is torch.strided else ()
+        if not is_on_gpu(tensor):
+            return ()
+        return tuple(chain.from_iterable(map(storages_of, getattr(tensor, _ENTRIES, None) or (tensor,))))
 
     def _allocate(self, size: int) -> int:
         number = super()._allocate(size)

@@ -304,11 +304,7 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
         """Returns the storages of a tensor that take memory of the device."""
         tensor = shard_of(tensor)
         # Meta tensors take no memory.
-        if not tensor.is_cpu:
-            return ()
-        if tensor.layout is torch.strided:
-            return (tensor.untyped_storage(),)
-        return tuple(getattr(tensor, part)().untyped_storage() for part in _SPARSE_PARTS.get(tensor.layout, ()))
+        return storages_of(tensor) if tensor.is_cpu else ()
 
     def _find(self, storage: UntypedStorage) -> _TrackedStorage[Allocation] | None:
         tracked = self._tracked.get(id(storage))
@@ -351,6 +347,13 @@ _SPARSE_PARTS: Final[Mapping[torch.layout, tuple[str, ...]]] = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
+
+
+def storages_of(tensor: Tensor) -> tuple[UntypedStorage, ...]:
+    """Returns the storage of a tensor, or those of the dense tensors that a sparse tensor is made of."""
+    if tensor.layout is torch.strided:
+        return (tensor.untyped_storage(),)
+    return tuple(getattr(tensor, part)().untyped_storage() for part in _SPARSE_PARTS.get(tensor.layout, ()))
 
 
 def _is_view(func: Any, args: tuple[Any, ...], storage: UntypedStorage) -> bool:
