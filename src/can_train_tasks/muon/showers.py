@@ -92,6 +92,8 @@ class Showers:
         counts: [S] number of muons.
         muons: [M] values of each variable: x and y in m, energy in GeV, time in ns since the shower's first muon.
         empty: Events of the files that have no muon, which are left out.
+        returning: Numbers of events that return after rows of another event: their rows are taken for one shower.
+        returns_at: File and row of the first of them.
     """
 
     energy_gev: Floats
@@ -101,6 +103,8 @@ class Showers:
     counts: NDArray[np.int64]
     muons: Mapping[str, Floats]
     empty: int = 0
+    returning: int = 0
+    returns_at: str = ""
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -150,7 +154,7 @@ def read_showers(files: Sequence[Path], dataset: ShowerDatasetSettings) -> Showe
     """
     reader = ShowerReader(files, dataset)
     showers = joined([*reader])
-    return replace(showers, empty=reader.empty)
+    return replace(showers, empty=reader.empty, returning=reader.returning, returns_at=reader.returns_at)
 
 
 def joined(parts: Sequence[Showers]) -> Showers:
@@ -182,9 +186,10 @@ class ShowerReader:
         if not dataset.variables:
             dataset = replace(dataset, variables=_common_variables([source.columns for source in self._sources]))
         self._dataset, self.variables, self.empty = dataset, list(dataset.variables), 0
+        self.returning, self.returns_at = 0, ""
 
     def __iter__(self) -> Iterator[Showers]:
-        self.empty = 0
+        self.empty, self.returning, self.returns_at = 0, 0, ""
         for source in self._sources:
             is_empty = True
             for table in source:
@@ -193,6 +198,8 @@ class ShowerReader:
                     continue
                 is_empty, showers = False, _showers_of(table, self._dataset)
                 self.empty += showers.empty
+                self.returning += showers.returning
+                self.returns_at = self.returns_at or showers.returns_at
                 yield showers
             if is_empty:
                 raise _without_muons(source.path)
@@ -595,6 +602,8 @@ def _showers_of(table: _Table, dataset: ShowerDatasetSettings) -> Showers:
         table.check(same, name, "must be the same for all muons of an event")
     order = np.argsort(shower, kind="stable")
     counts = np.bincount(shower, minlength=len(first)).astype(np.int64)
+    begins = np.flatnonzero(np.diff(shower, prepend=-1))
+    again = begins[begins != first[shower[begins]]]
     muons = {name: columns[VARIABLE_COLUMNS[name]][order] for name in dataset.variables}
     if "time" in muons:
         starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
@@ -602,6 +611,8 @@ def _showers_of(table: _Table, dataset: ShowerDatasetSettings) -> Showers:
     return Showers(
         energy_gev=columns[ENERGY][first], zenith_rad=columns[ZENITH][first], primary_id=columns[PRIMARY][first],
         depth_g_cm2=columns[DEPTH][first], counts=counts, muons=muons, empty=table.empty,
+        returning=len(np.unique(shower[again])),
+        returns_at=f"{table.path}, {table.line} {table.lines[again[0]]}" if len(again) else "",
     )  # fmt: skip
 
 

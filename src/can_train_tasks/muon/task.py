@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from can_train.errors import DataError
 from can_train.io.records import sketch
+from can_train.io.units import counted
 from can_train.task import Feature, Phase
 from can_train.training.sample_task import Task, TaskContext
 from can_train.training.task_values import TEST, TRAIN, VALIDATION, Losses
@@ -120,6 +121,11 @@ class MuonTask(Task):
     def _tell_of(self, reader: ShowerReader, showers: int) -> None:
         if reader.empty:
             self._told.append(f"Events without a muon are left out: {reader.empty:,} of {showers + reader.empty:,}")
+        if reader.returning:
+            self._told.append(
+                f"{counted(reader.returning, 'event number')} of a file stand in rows apart, first at "
+                f"{reader.returns_at}: rows of one number are taken for one shower"
+            )
         if not self.dataset.variables and (missing := [name for name in VARIABLES if name not in reader.variables]):
             self._told.append(
                 f"The files have no {' and no '.join(missing)} of muons: {', '.join(reader.variables)} are learned"

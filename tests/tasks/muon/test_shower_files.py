@@ -165,6 +165,17 @@ def test_showers_without_a_muon_are_counted(tmp_path: Path) -> None:
     assert (showers.counts.tolist(), showers.empty) == ([2, 1], 1)
 
 
+def test_an_event_number_that_returns_is_told_with_its_first_row(tmp_path: Path) -> None:
+    file = csv_of(tmp_path, *[f"{number},14,1e5,0.1,5,1,2,3,1" for number in (2, 2, 1, 3, 2, 1)])
+    showers = of_file(file)
+    assert (showers.counts.tolist(), showers.returning) == ([2, 3, 1], 2)
+    assert showers.returns_at == f"{file}, line 6"
+    task = MuonTask(TaskContext(settings=MuonSettings(), dataset=ShowerDatasetSettings(path=str(file), parts=9),
+                                model=MuonGanSettings()))  # fmt: skip
+    assert any(notice.startswith("2 event numbers of a file stand in rows apart") for notice in task.notices())
+    assert of_file(csv_of(tmp_path, *GOOD[:2])).returning == 0
+
+
 def test_particles_other_than_muons_are_left_out_and_events_of_each_file_are_its_own(tmp_path: Path) -> None:
     one = csv_of(tmp_path, *GOOD, "1,14,1e5,0.1,3,-1,nan,3,1")
     two = tmp_path / "more.csv"
