@@ -85,19 +85,24 @@ def wasserstein_distances(
     Returns:
         Distances by name: of each variable, in its unit; `w1_radius_m`, of the distance from the core in m;
         `w1_multiplicity`, of the number of muons of an event; `w1_mean`, the mean over variables and multiplicity,
-        each divided by the standard deviation of the real values; `multiplicity_error`, the mean over events of the
-        absolute difference of ln n.
+        each divided by the standard deviation of the real values, where they vary; `multiplicity_error`, the mean over
+        events of the absolute difference of ln n.
     """
     x, y = np.concatenate(real), np.concatenate(made)
     columns = {name: (x[:, k] * unit, y[:, k] * unit) for k, (name, unit) in enumerate(zip(names, units, strict=True))}
     n, m = (np.array([len(muons) for muons in events], float) for events in (real, made))
     columns["w1_multiplicity"] = n, m
     distances = {name: float(wasserstein_distance(a, b)) for name, (a, b) in columns.items()}
-    scaled = [distances[name] / max(float(a.std()), np.finfo(float).tiny) for name, (a, _) in columns.items()]
+    # The numbers of muons of a single event, or of equal ones, have no spread to compare with.
+    scaled = [distances[name] / spread for name, (a, _) in columns.items() if (spread := float(a.std())) > 0]
     radii = [np.hypot(values[:, 0], values[:, 1]) * units[0] for values in (x, y)]
     conditional = float(np.abs(np.log(n / np.maximum(m, 1.0))).mean())
-    return {"w1_mean": float(np.mean(scaled)), **distances, "w1_radius_m": float(wasserstein_distance(*radii)),
-            "multiplicity_error": conditional}  # fmt: skip
+    return {
+        "w1_mean": float(np.mean(scaled)) if scaled else np.nan,
+        **distances,
+        "w1_radius_m": float(wasserstein_distance(*radii)),
+        "multiplicity_error": conditional,
+    }
 
 
 def nearest_events(samples: Sequence[MuonEvent], training: Sequence[MuonEvent]) -> list[Floats]:

@@ -204,6 +204,12 @@ def test_distances_are_in_their_units() -> None:
     assert found["multiplicity_error"] == pytest.approx(np.log(2) / 3)
 
 
+def test_a_single_shower_has_a_mean_distance_of_its_variables() -> None:
+    real, made = [np.array([[0.0, 0.0], [2.0, 4.0]])], [np.array([[1.0, 2.0], [3.0, 6.0], [2.0, 4.0]])]
+    found = wasserstein_distances(real, made, ["x_m", "y_m"], [1.0, 1.0])
+    assert found["w1_mean"] == pytest.approx((found["x_m"] / 1 + found["y_m"] / 2) / 2)
+
+
 def test_real_events_are_at_no_distance_from_themselves_and_baselines_are_farther(task: MuonTask) -> None:
     samples = [task.sample(int(row)) for row in task.set_rows["test"]]
     own = task.measure(samples, [sample.muons for sample in samples])
