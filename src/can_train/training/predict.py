@@ -428,7 +428,7 @@ class SampleModel(LoadedModel):
         """Returns the files of a folder of predictions: the files of the task, or a file for each of several sets."""
         if self.task.prediction_parts:
             column, file = self.task.prediction_parts
-            return FolderFiles(column=column, file=file)
+            return FolderFiles(column=column, file=file, only=samples.task.only_part)
         return FolderFiles(column=SET) if samples.sets else None
 
     @contextmanager

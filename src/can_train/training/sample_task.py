@@ -150,6 +150,7 @@ class Task(BatchTask):
             a context manager that is given the path and returns a function to append columns.
         prediction_parts: The files of `can-train predict --out FOLDER/`: the column of `columns` that names the part of
             a row, and a pattern for the names of files, `{}_ball`. Empty: predictions are one file.
+        only_part: Name of the part of data that are one part, whose rows do not name it.
         settings, dataset, model_settings, mode: Their values in this run.
     """
 
@@ -161,6 +162,7 @@ class Task(BatchTask):
     training: ClassVar[Mapping[str, Any]] = {}
     prediction_formats: ClassVar[Mapping[str, Any]] = {}
     prediction_parts: ClassVar[tuple[str, ...]] = ()
+    only_part: str = "predictions"
 
     def __init__(self, context: TaskContext | None = None) -> None:
         self.context = context or TaskContext(settings=self.Settings(), dataset=self.DatasetSettings(),

@@ -287,6 +287,7 @@ class TrackNetTask(Task):
             clips = [replace(clip, group=clip.name) for clip in clips]
             self._prepare_backgrounds(clips)
         self._is_one_clip = len(clips) == 1
+        self.only_part = _file_name(clips[0]) if self._is_one_clip else type(self).only_part
         return [Moment(clip=clip, position=position, size=size) for clip in clips for position in range(len(clip))]
 
     def columns(self, samples: Sequence[Moment], predictions: Sequence[Any]) -> Mapping[str, Sequence[Any]]:
@@ -297,9 +298,7 @@ class TrackNetTask(Task):
         reported = values[:, 2] >= self.settings.threshold
         places = [moment.in_picture(x, y) if seen else (0, 0)
                   for moment, (x, y), seen in zip(samples, values[:, :2], reported, strict=True)]  # fmt: skip
-        # Not twice `_ball` in the name of a file: the clip of a label file has its name.
-        names = [moment.clip.name.removesuffix("_ball") for moment in samples]
-        clips = {} if self._is_one_clip else {"Clip": names}
+        clips = {} if self._is_one_clip else {"Clip": [_file_name(moment.clip) for moment in samples]}
         return {
             **clips,
             "Frame": [int(moment.clip.numbers[moment.position]) for moment in samples],
@@ -370,6 +369,11 @@ class TrackNetTask(Task):
         except OSError as error:
             raise StateError("Previews are written into the folder task.preview_dir", value=f"{folder}: {error}",
                              remedy="Make room, or name another folder") from error  # fmt: skip
+
+
+def _file_name(clip: Clip) -> str:
+    # Not twice `_ball` in the name of a file: the clip of a label file has its name.
+    return clip.name.removesuffix("_ball")
 
 
 def ball_heatmaps(balls: Tensor, sigma: float, size: Sequence[int]) -> Tensor:

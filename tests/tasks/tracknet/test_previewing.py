@@ -195,7 +195,7 @@ def test_nothing_is_marked_where_no_ball_is_reported(run: Path, tmp_path: Path) 
 def test_a_preview_may_lie_in_the_folder_of_predictions(run: Path, tmp_path: Path) -> None:
     write_pictures(tmp_path / "rally", 3)
     predict(run, "--dataset", tmp_path / "rally", "--out", f"{tmp_path}/out/", "--preview", tmp_path / "out" / "seen")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["predictions_ball.csv", "seen"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["rally_ball.csv", "seen"]
     assert len([*(tmp_path / "out" / "seen").iterdir()]) == 3
 
 
