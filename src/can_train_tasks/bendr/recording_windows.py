@@ -9,6 +9,7 @@ Shapes: T samples of a recording, C channels, W windows, L samples of a window.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -106,8 +107,18 @@ def centred(recording: Recording, start: int, length: int) -> NDArray[np.float64
 
 
 def event_starts(recording: Recording, start: int, stop: int, dataset: RecordingSettings) -> NDArray[np.int64]:
-    """Returns the first samples of the windows at the events of a stretch."""
-    onsets = np.array([onset for onset, _ in recording.events], np.int64) + dataset.samples(dataset.offset_s)
+    """Returns the first samples of the windows at the events of a stretch; events at one sample have one window.
+
+    Raises:
+        DataError: Events of two classes begin at one sample.
+    """
+    events = sorted({*recording.events})
+    for (onset, label), (following, other) in pairwise(events):
+        if onset == following:
+            raise DataError("Events that begin at one sample have one class",
+                            value=f"{recording.path} at {onset / dataset.sampling_hz:.3f} s: {label} and {other}",
+                            remedy="Leave one of them out of dataset.events, or give both one class")  # fmt: skip
+    onsets = np.array([onset for onset, _ in events], np.int64) + dataset.samples(dataset.offset_s)
     return onsets[(onsets >= start) & (onsets + dataset.samples(dataset.window_s) <= stop)]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from can_train.errors import ConfigError, DataError
 from can_train.reporter import SilentReporter
-from can_train_tasks.bendr.recording_windows import cut
+from can_train_tasks.bendr.recording_windows import cut, event_starts
 from can_train_tasks.bendr.recordings import (
     UNLABELLED,
     Recording,
@@ -105,6 +105,19 @@ def test_windows_at_events_have_the_class_of_their_event(tmp_path: Path) -> None
     assert {int(start): int(label) for start, label in zip(starts, labels, strict=True)}.items() <= class_at.items()
     # Windows that would reach over the end of their set are left out.
     assert len(starts) >= len(events) - 3
+
+
+@pytest.mark.parametrize(("second", "starts"), [("T1", [300, 600]), ("T2", None)])
+def test_events_at_one_sample_have_one_window_and_one_class(tmp_path: Path, second: str, starts: list[int]) -> None:
+    events = [(3.0, 0.0, "T1"), (3.0, 0.5, second), (6.0, 0.0, "T2")]
+    path = write(tmp_path / "a_raw.fif", raw_of(60.0, events=events))
+    dataset = settings(path, aligned=True, window_s=1.0)
+    (recording,) = open_recordings(dataset, [path], tmp_path / "cache", SilentReporter())
+    if starts:
+        assert event_starts(recording, 0, 6000, dataset).tolist() == starts
+        return
+    with pytest.raises(DataError, match=r"one class: .*a_raw\.fif at 3\.000 s: 0 and 1"):
+        event_starts(recording, 0, 6000, dataset)
 
 
 def test_windows_without_a_class_are_left_out_of_classification_alone(tmp_path: Path) -> None:
