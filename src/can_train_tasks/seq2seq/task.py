@@ -233,6 +233,11 @@ class Seq2seq(Task):
         if covered := self._tables.covered:
             told.append(f"{covered.name} has no targets and is left out; can-train predict RUN --dataset {covered} "
                         "writes them")  # fmt: skip
+        copies = len(self._train) - len({*self._train})
+        if copies and pair_tables.DEV not in self._pairs:
+            told.append(f"{counted(copies, 'training pair', 'are')} a copy of another: a pair may be in training and "
+                        "in validation, for which a tenth is kept; --set dataset.dev=FILE validates on a table"
+                        )  # fmt: skip
         return (*super().notices(), *told)
 
     def _told_of_unknown(self, name: str, pairs: Sequence[Pair]) -> list[str]:

@@ -83,10 +83,18 @@ def test_the_decoder_reads_the_target_one_symbol_late(make_task: MakeTask) -> No
 
 def test_without_a_development_table_a_tenth_is_kept(make_task: MakeTask, tmp_path: Path) -> None:
     path = tmp_path / "train.tsv"
-    path.write_text("ev\tevler\n" * 50)
+    path.write_text("".join(f"ev{number}\tevler{number}\n" for number in range(50)))
     task = make_task(dataset=Seq2seqDatasetSettings(name="few", path=str(path)))
     assert (len(task.train_rows), len(task.validation_rows)) == (45, 5)
     assert len(task.notices()) == 1
+
+
+def test_copies_of_pairs_are_told_where_no_table_validates(make_task: MakeTask, tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_text("ev\tevler\n" * 50 + "at\tatlar\n")
+    dataset = Seq2seqDatasetSettings(name="few", path=str(tmp_path))
+    assert make_task(dataset=dataset).notices()[-1].startswith("49 training pairs are a copy of another: ")
+    (tmp_path / "dev.tsv").write_text("ev\tevler\n")
+    assert make_task(dataset=dataset).notices() == ()
 
 
 def test_symbols_and_features_that_only_tests_have_are_said(make_task: MakeTask, tmp_path: Path) -> None:
