@@ -47,6 +47,8 @@ _MARK: Final = "#"  # Begins an annotation that is no event where dataset.target
 _EVENT_TABLE: Final = "*Labels.csv"  # Table of the classes of events: TrainLabels.csv of Kaggle's BCI challenge
 _EVENT_PREFIX: Final = "Data_"  # Of its recordings: the first event of Data_S02_Sess01.csv is S02_Sess01_FB001
 _MICROVOLTS: Final = 1e6  # In a volt, the unit of MNE
+_CLOCK_LINES: Final = 1_000  # whose times show the rate of a recording
+_LEAST_HZ, _MOST_HZ = 16.0, 15_000.0  # rates of EEG: a rate has one unit in which it is one of them
 _SAMPLED_FILES: Final = 4  # a plan reads the beginnings of this many files
 
 
@@ -532,6 +534,29 @@ def _opened(path: Path) -> Any:
     # utf-8-sig: a byte order mark would become part of the first column's name. replace: bytes that are no text reach
     # the check of their row, whose error names the line.
     return path.open(encoding="utf-8-sig", errors="replace", newline="")
+
+
+def clock_hz(path: Path) -> float | None:
+    """Returns the samples a second by the column of times of a CSV recording, in the unit in which that is a rate of
+    EEG; None: it has no such column, or its times are of no such rate.
+    """
+    if path.name.lower().endswith(_MNE_SUFFIXES):
+        return None
+    with _opened(path) as file:
+        lines = [line.rstrip("\r\n") for line in islice(file, _CLOCK_LINES)]
+    separator = max(_SEPARATORS, key=lines[0].count) if lines else ""
+    names = [name.strip().strip('"').lower() for name in lines[0].split(separator)] if separator else []
+    column = next((number for number, name in enumerate(names) if name == "t" or name.startswith("time")), None)
+    if column is None:
+        return None
+    try:
+        times = [float(line.split(separator)[column]) for line in lines[1:] if line.strip()]
+    except (ValueError, IndexError):
+        return None
+    step = float(np.median(np.diff(times))) if len(times) > 1 else 0.0
+    # Steps of 1 count samples.
+    rates = (1 / (step * unit) for unit in (1.0, 1e-3, 1e-6, 1e-9)) if 0 < step < np.inf and step != 1 else ()
+    return next((rate for rate in rates if _LEAST_HZ <= rate <= _MOST_HZ), None)
 
 
 def _digest(path: Path) -> str:

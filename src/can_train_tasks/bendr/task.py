@@ -25,6 +25,7 @@ from can_train_tasks.bendr.network import BendrNetwork
 from can_train_tasks.bendr.recording_windows import PlacedWindow, Windows, classes_of, cut, every_window
 from can_train_tasks.bendr.recordings import (
     Recording,
+    clock_hz,
     digest_of,
     find_recordings,
     open_recordings,
@@ -38,6 +39,7 @@ from can_train_tasks.bendr.subjects import SETS, describe_split, split_subjects,
 _CONTRAST: Final = "contrast"
 _CLASS: Final = "class"
 _SETS_OF_RECORDINGS: Final = "sets"  # In the state: set of each recording by its digest, where subjects are split
+_OTHER_RATE: Final = 0.05  # Relative difference of a clock's rate that is told
 _SPLIT_BY_TIME: Final = "recordings"  # In the state: digests of the recordings that are split by time
 _TEST: Final = SETS[2]
 _NAMED_CHANNELS: Final = 20  # that a notice names
@@ -350,12 +352,26 @@ class Bendr(Task):
         if not self.dataset.is_synthetic and not self.dataset.channels:
             told.append(f"{counted(len(self._channels), 'channel')}: {', '.join(self._channels[:_NAMED_CHANNELS])}"
                         f"{', …' * (len(self._channels) > _NAMED_CHANNELS)}")  # fmt: skip
+        told += self._other_clocks()
         if self.mode.name == PRETRAIN:
             return told
         counts = [f"{name} {np.bincount(windows.labels, minlength=len(self._classes)).tolist()}"
                   for name, windows in self.sets.items() if isinstance(windows, Windows)]  # fmt: skip
         place = " at the beginnings of the recordings" if self.sample_note else ""
         return [*told, f"Windows of each class{place}: {', '.join(counts)}"]
+
+    def _other_clocks(self) -> list[str]:
+        """Tells of the first recording whose column of times has another rate than the settings."""
+        hz = self.dataset.sampling_hz
+        paths = {recording.path: None for windows in self.sets.values() if isinstance(windows, Windows)
+                 for recording in windows.recordings}  # fmt: skip
+        for path in () if self.dataset.is_synthetic else paths:
+            if (rate := clock_hz(path)) is not None and abs(rate / hz - 1) > _OTHER_RATE:
+                told = (
+                    f"The times of {path.name} are those of {rate:.4g} samples a second; dataset.sampling_hz is {hz:g}"
+                )
+                return [f"{told}: windows and times in seconds are by the setting"]
+        return []
 
     def describe(self, row: int) -> str:
         """Names a window by its file and its start in seconds."""

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from can_train.errors import DataError, MissingDataError
 from can_train.io.arrays import StoredArray
 from can_train.reporter import SilentReporter
-from can_train_tasks.bendr.recordings import data_digest, find_recordings, open_recordings, read_beginnings
+from can_train_tasks.bendr.recordings import clock_hz, data_digest, find_recordings, open_recordings, read_beginnings
 from can_train_tasks.bendr.settings import RecordingSettings
 from can_train_tasks.bendr.simulated_eeg import simulate, synthetic_folder
-from fakes.eeg import SYNTHETIC, noise, write_recording
+from fakes.eeg import PRETRAIN, SYNTHETIC, eeg_task, noise, write_recording
 from fakes.line_fit import Notices
 
 OWN = RecordingSettings(name="own", path="x")
@@ -64,6 +64,18 @@ def test_empty_lines_are_no_samples(tmp_path: Path) -> None:
 def test_columns_of_time_are_known_with_their_units(tmp_path: Path, name: str) -> None:
     (tmp_path / "one.csv").write_text(f"{name},T3,Sampler\n1,2,3\n")
     assert opened(tmp_path / "one.csv", tmp_path).channels == ("T3", "Sampler")
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "hz"),
+    [
+        ("time", 1 / 256, 256.0), ("Time (ms)", 4.0, 250.0), ("timestamp", 2e6, 500.0), ("t", 1e-3, 1000.0),
+        ("time", 1.0, None), ("time", 0.0, None), ("Sample Index", 1 / 256, None), ("time", float("nan"), None),
+    ],
+)  # fmt: skip
+def test_the_rate_of_a_clock_is_that_of_its_steps(tmp_path: Path, name: str, step: float, hz: float | None) -> None:
+    (tmp_path / "one.csv").write_text(f"{name},T3\n" + "".join(f"{1e3 + row * step!r},0\n" for row in range(500)))
+    assert clock_hz(tmp_path / "one.csv") == (None if hz is None else pytest.approx(hz, rel=1e-3))
 
 
 def test_a_column_of_labels_is_no_channel_where_another_column_is_the_label(tmp_path: Path) -> None:
@@ -249,3 +261,12 @@ def test_host_memory_stays_flat_as_files_are_added(tmp_path: Path) -> None:
     added_mib = (files - 1) * samples * channels * 4 / 2**20
     assert grown_mib["read"] < 0.3 * added_mib, f"{grown_mib} of {added_mib:.0f}"
     assert grown_mib["mapped"] > 0.6 * added_mib, "the test would see memory that grows"
+
+
+def test_a_clock_of_another_rate_than_the_setting_is_told(tmp_path: Path) -> None:
+    rows = [f"{row / 256},{value:.3f},0" for row, value in enumerate(noise(256 * 60, 1)[:, 0])]
+    (tmp_path / "one.csv").write_text("\n".join(["time,Fz,label", *rows]))
+    for hz, told in ((128.0, 1), (256.0, 0), (250.0, 0)):
+        task = eeg_task(PRETRAIN, tmp_path / "cache", RecordingSettings(path=str(tmp_path), sampling_hz=hz))
+        notices = [text for text in task.notices() if text.startswith("The times of one.csv are those of 256 samples")]
+        assert len(notices) == told
