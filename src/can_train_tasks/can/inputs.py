@@ -126,11 +126,12 @@ def known_ids(flat: FlatGraphs, rows: Ints) -> Ints:
 
 
 def longest_log_s(flat: FlatGraphs, rows: Ints) -> float:
-    """Returns the longest time in seconds that the benign windows among `rows` observe of one log."""
+    """Returns the longest time in seconds that the benign windows among `rows` observe of one drive."""
     benign = rows[flat.label[rows] == 0]
-    begin, end = np.full(len(flat.sources), np.inf), np.full(len(flat.sources), -np.inf)
-    np.minimum.at(begin, flat.source[benign], flat.start_time[benign])
-    np.maximum.at(end, flat.source[benign], flat.end_time[benign])
+    num_drives = int(flat.drive.max(initial=-1)) + 1
+    begin, end = np.full(num_drives, np.inf), np.full(num_drives, -np.inf)
+    np.minimum.at(begin, flat.drive[benign], flat.start_time[benign])
+    np.maximum.at(end, flat.drive[benign], flat.end_time[benign])
     return float(np.max(end - begin, where=end > begin, initial=0.0))
 
 

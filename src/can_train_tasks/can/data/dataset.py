@@ -18,7 +18,7 @@ from can_train.io.units import counted
 from can_train.reporter import Reporter
 from can_train_tasks.can.data import graphs
 from can_train_tasks.can.data.digests import LogDigest, known_windows
-from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Ints, SourceFile, Split
+from can_train_tasks.can.data.graphs import PAUSE_S, Bools, FlatGraphs, Ints, SourceFile, Split
 from can_train_tasks.can.data.layout import (
     LOG,
     TEST,
@@ -290,13 +290,17 @@ def _build(dataset: CanDatasetSettings, logs: Sequence[HashedLog], folder: Path,
                 stage.advance(0, frames=num_frames)
             if not hashed.is_unchanged():  # compared with the file's state when it was hashed, before it was opened
                 raise changed_log(log.path)
-            if builder.frames_seen < dataset.window:
+            if not builder.windows:
                 fact = f"{log.path} has {counted(builder.frames_seen, 'frame')}, a window needs {dataset.window:,}"
+                fact += f" without a pause of {PAUSE_S:g} s" if builder.drives > 1 else ""
                 raise too_short(fact, builder.frames_seen, reader.report.left_out())
             source = source_of(log, reader, frames=builder.frames_seen, sha256=hashed.sha256)
             notes += reader.report.summary()
-            if attacks := int(np.count_nonzero(builder.left_over)):
-                last = f"the last {counted(len(builder.left_over), 'frame')} of the log fill no window"
+            left_over, attacks = builder.left_over
+            if attacks:
+                last = f"the last {counted(left_over, 'frame')} of the log fill no window"
+                if builder.drives > 1:
+                    last = f"{counted(left_over, 'frame')} before pauses and at the end of the log fill no window"
                 notes.append(
                     f"{log.path.name}: {last}, and with them {counted(attacks, 'attack frame', 'are')} left out"
                 )

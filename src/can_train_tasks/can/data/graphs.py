@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
@@ -54,7 +55,7 @@ EDGE_FEATURES: Final = (
 
 # Part of the name of every folder. Raise it when the arrays or the meaning of a column change: older folders are then
 # not found.
-SCHEMA: Final = 10
+SCHEMA: Final = 11
 
 # Type and shape of one row of every array on disk.
 _ARRAYS: Final[dict[str, tuple[str, tuple[int, ...]]]] = {
@@ -76,6 +77,7 @@ _ARRAYS: Final[dict[str, tuple[str, tuple[int, ...]]]] = {
     "edge_features": ("float32", (len(EDGE_FEATURES),)),
     "label": ("uint8", ()),
     "source": ("int32", ()),
+    "drive": ("int32", ()),
     "first_frame": ("int64", ()),
     "start_time": ("float64", ()),
     "end_time": ("float64", ()),
@@ -94,8 +96,10 @@ _CHUNK_FRAMES: Final = 2**15
 _COMPARED_FRAMES: Final = 2**16
 _MILLISECONDS: Final = 1000.0  # in a second
 # A step of a log's clock by at least this is a pause of the recording, or a clock that was set: no bus is silent for so
-# long, and the time counts as no traffic.
+# long, and the time counts as no traffic. A new drive begins there.
 PAUSE_S: Final = 10.0
+# Frames of a log for each such step, at least. With fewer frames, such steps are usual on its bus, and are no pauses.
+USUAL_FRAMES_A_PAUSE: Final = 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,6 +177,7 @@ class WindowGraphs:
     edge_index: NDArray[np.int32]  # [2, E] source and destination as node positions inside the graph
     edge_features: NDArray[np.float32]  # [E, 11] columns `EDGE_FEATURES`, unscaled
     label: NDArray[np.uint8]  # [G] code of the window's most frequent attack kind, 0 where it has no attack
+    drive: NDArray[np.int32]  # [G] number of the window's drive: a log, or the part of a log between two pauses
     first_frame: Ints  # [G] position of the window's first frame in its file
     start_time: Floats  # [G] time of the window's first frame in seconds
     end_time: Floats  # [G] time of the window's last frame in seconds
@@ -184,7 +189,7 @@ class WindowGraphs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlatGraphs(WindowGraphs):
-    """All windows of a data set; their labels are indices into `kinds`."""
+    """All windows of a data set; their labels are indices into `kinds`, and no two logs share the number of a drive."""
 
     node_ptr: Ints  # [G + 1] the nodes of graph g are node_ptr[g]:node_ptr[g + 1]
     edge_ptr: Ints  # [G + 1] the edges of graph g are edge_ptr[g]:edge_ptr[g + 1]
@@ -239,19 +244,65 @@ class GraphBlock(WindowGraphs):
 
 
 class GraphBuilder:
-    """Builds the graphs of one log from its frames, which come in portions of any size."""
+    """Builds the graphs of one log from its frames, which come in portions of any size.
+
+    No window reaches over a pause of the log (see `PAUSE_S`), and the history of its IDs begins anew there, as if each
+    drive had a log of its own.
+
+    Attributes:
+        frames_seen: Number of frames so far.
+        windows: Number of windows so far.
+        drives: Number of drives so far, at least 1.
+    """
 
     def __init__(self, window: int, stride: int) -> None:
         if window > MAX_WINDOW:
             raise ConfigError(f"dataset.window is more than {MAX_WINDOW}", value=str(window),
                               remedy="Use --set dataset.window=100")  # fmt: skip
         self._window, self._stride = window, stride
-        self._pending: _ComparedFrames | None = None
-        self._history = IdHistory()
-        self._pending_from = self._next_start = self.frames_seen = 0
+        self.frames_seen = self.windows = self.drives = 0
+        self._pauses = 0  # steps of the clock by `PAUSE_S` or more
+        self._last_s = np.nan
+        self._left_over = np.zeros(2, np.int64)  # see `left_over`, of earlier drives
+        self._begin_drive()
 
     def feed(self, frames: Frames) -> Iterator[GraphBlock]:
         """Takes the log's next frames; yields the windows that they complete, in order, in blocks of bounded size."""
+        begins = self._pauses_in(frames.timestamp)
+        blocks = [self._feed(frames[: begins[0]] if begins else frames)]
+        for begin, end in pairwise([*begins, len(frames)]):
+            self._left_over += self._unfilled()
+            self._begin_drive()
+            blocks.append(self._feed(frames[begin:end]))
+        return chain.from_iterable(blocks)
+
+    @property
+    def left_over(self) -> tuple[int, int]:
+        """Number of the frames at the ends of drives that fill no window, and of the attack frames among them."""
+        count, attacks = (self._left_over + self._unfilled()).tolist()
+        return count, attacks
+
+    def _begin_drive(self) -> None:
+        self.drives += 1
+        self._pending: _ComparedFrames | None = None
+        self._history = IdHistory()
+        self._drive_from = self._pending_from = self._next_start = self.frames_seen
+
+    def _pauses_in(self, times: Floats) -> list[int]:
+        """Returns the positions of the frames before which the log has a pause, among its next frames."""
+        # Rounded to the microseconds of logs: differences of float64 times near 10^9 s have errors of about 10^-7 s.
+        steps = np.abs(np.round(np.diff(times, prepend=self._last_s), 6))
+        self._last_s = float(times[-1]) if len(times) else self._last_s
+        begins = []
+        for position in np.flatnonzero(steps >= PAUSE_S).tolist():
+            # Only earlier frames decide, so that a live bus has the drives of a log.
+            if self._pauses * USUAL_FRAMES_A_PAUSE <= self.frames_seen + position:
+                begins.append(position)
+            self._pauses += 1
+        return begins
+
+    def _feed(self, frames: Frames) -> Iterator[GraphBlock]:
+        """Takes the next frames of the drive."""
         changes = [Changes.none()]
         for begin in range(0, len(frames), _COMPARED_FRAMES):
             part = frames[begin : begin + _COMPARED_FRAMES]
@@ -263,26 +314,41 @@ class GraphBuilder:
         self.frames_seen += len(frames)
         num_windows = max(0, (self.frames_seen - start - self._window) // self._stride + 1)
         self._next_start = start + num_windows * self._stride
+        self.windows += num_windows
         self._pending_from = min(self._next_start, self.frames_seen)
         self._pending = joined.part(self._pending_from - joined_from, self.frames_seen - joined_from)
         # A separate generator, so that this call counts the frames, and not the first block that is taken.
-        return self._build(joined, joined_from, start, num_windows)
+        place = _Place(drive=self.drives - 1, first_frame=start, window=self._window, stride=self._stride)
+        return self._build(joined, joined_from, place, num_windows, self._history)
 
-    @property
-    def left_over(self) -> NDArray[np.uint8]:
-        """Labels [L] of the last frames, which fill no window."""
+    def _unfilled(self) -> Ints:
+        """Counts the last frames of the drive, which fill no window, and the attack frames among them, [2]."""
         if self._pending is None:
-            return np.empty(0, np.uint8)
-        filled = self._next_start - self._stride + self._window if self._next_start else 0
-        return self._pending.label[max(filled - self._pending_from, 0) :]
+            return np.zeros(2, np.int64)
+        has_windows = self._next_start > self._drive_from
+        filled = self._next_start - self._stride + self._window if has_windows else self._drive_from
+        label = self._pending.label[max(filled - self._pending_from, 0) :]
+        return np.array([len(label), np.count_nonzero(label)])
 
-    def _build(self, joined: _Joined, joined_from: int, first_frame: int, num_windows: int) -> Iterator[GraphBlock]:
+    def _build(
+        self, joined: _Joined, joined_from: int, place: _Place, num_windows: int, history: IdHistory
+    ) -> Iterator[GraphBlock]:
         per_chunk = max(1, _CHUNK_FRAMES // self._window)
         for window in range(0, num_windows, per_chunk):
             last = min(window + per_chunk, num_windows) - 1
-            begin, end = (first_frame + window * self._stride, first_frame + last * self._stride + self._window)
+            begin = place.first_frame + window * self._stride
+            end = place.first_frame + last * self._stride + self._window
             chunk = joined.part(begin - joined_from, end - joined_from)
-            yield _build_chunk(chunk, self._window, self._stride, begin, self._history)
+            yield _build_chunk(chunk, place._replace(first_frame=begin), history)
+
+
+class _Place(NamedTuple):
+    """The place of windows in their log."""
+
+    drive: int
+    first_frame: int  # position of the first window's first frame
+    window: int
+    stride: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -340,8 +406,9 @@ def _group_rows(keys: NDArray[Any], largest: int) -> _Groups:
     )  # fmt: skip
 
 
-def _build_chunk(frames: _ComparedFrames, window: int, stride: int, first_frame: int, history: IdHistory) -> GraphBlock:
-    """Builds the graphs of all windows of frames, the first of which is frame `first_frame` of the log."""
+def _build_chunk(frames: _ComparedFrames, place: _Place, history: IdHistory) -> GraphBlock:
+    """Builds the graphs of all windows of frames."""
+    window, stride = place.window, place.stride
 
     def windows(values: NDArray[Any]) -> NDArray[Any]:
         return windows_of(values, window, stride)  # [G, W]
@@ -390,7 +457,8 @@ def _build_chunk(frames: _ComparedFrames, window: int, stride: int, first_frame:
         edge_index=edge_index.astype(np.int32),
         edge_features=_edge_features(edges, edge_index, node_start, times),
         label=_window_labels(windows(frames.label)),
-        first_frame=first_frame + np.arange(num_graphs) * stride,
+        drive=np.full(num_graphs, place.drive, np.int32),
+        first_frame=place.first_frame + np.arange(num_graphs) * stride,
         start_time=times[:, 0].copy(),
         end_time=times[:, -1].copy(),
         digest=window_digests(frames, window, stride),
@@ -505,6 +573,7 @@ class GraphWriter:
         self._notices: list[str] = []
         self._ids: NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
         self._ends = {"node": 0, "edge": 0, "absent": 0}  # nodes, edges and absences so far
+        self._first_drive = self._num_drives = 0  # number of the next log's first drive, and of drives so far
         arrays.append({"node_ptr": np.zeros(1), "edge_ptr": np.zeros(1), "absent_ptr": np.zeros(1)})
 
     def append(self, block: GraphBlock, kinds: Sequence[str]) -> None:
@@ -522,7 +591,9 @@ class GraphWriter:
             "edge_index": block.edge_index.T,
             "label": codes[block.label],
             "source": np.full(len(block), len(self._sources)),
+            "drive": self._first_drive + block.drive,
         }
+        self._num_drives = max(self._num_drives, int(columns["drive"].max(initial=-1)) + 1)
         for name, counts in (("node", block.num_nodes), ("edge", block.num_edges), ("absent", block.num_absent)):
             columns[f"{name}_ptr"] = self._ends[name] + np.cumsum(counts)
             self._ends[name] += int(counts.sum())
@@ -533,6 +604,11 @@ class GraphWriter:
         """Records the log behind the latest graphs."""
         self._sources.append(source)
         self._notices += notices
+        self.end_drives()
+
+    def end_drives(self) -> None:
+        """Separates the next graphs, whose drives are numbered from 0 again, from the latest graphs."""
+        self._first_drive = self._num_drives
 
     def finish(self) -> FlatGraphs:
         """Completes the folder, moves it to its place (see `ArrayWriter.finish`) and maps it."""

@@ -46,7 +46,16 @@ from can_train_tasks.can.data.grammar import (
     label_word,
     parse_rows,
 )
-from can_train_tasks.can.data.graphs import BENIGN, MAX_KINDS, PAUSE_S, Frames, Ints, named_id, too_many_kinds
+from can_train_tasks.can.data.graphs import (
+    BENIGN,
+    MAX_KINDS,
+    PAUSE_S,
+    USUAL_FRAMES_A_PAUSE,
+    Frames,
+    Ints,
+    named_id,
+    too_many_kinds,
+)
 from can_train_tasks.can.data.line_formats import TransmitRequests
 from can_train_tasks.can.data.log_text import BLOCK_BYTES, LogText, TextSample
 from can_train_tasks.can.data.recordings import Recording, TableText, recording_format
@@ -57,7 +66,6 @@ TIME_RUNS_BACKWARDS: Final = f"time runs backwards by more than {CLOCK_JITTER_S 
 MAX_JITTER_SHARE: Final = 0.5  # share of the frames that may step back by a clock's jitter; above, a log is reversed
 _HEADING_LINES: Final = 100  # lines that tell the base and the columns of a log
 _MIN_CLOCK_FRAMES: Final = 50  # frames that no bus sends within one step of a clock
-_USUAL_ROWS_A_PAUSE: Final = 100  # rows between two pauses, at least
 _COARSE_SHARE: Final = 0.9  # share of the frames with the time of the frame before: a clock of 10 ms, on most buses
 _MAX_EXAMPLES: Final = 3
 _MAX_CHANNELS: Final = 4  # channels that a notice names
@@ -724,7 +732,7 @@ class ReadReport:
         """Says where the log pauses, and whether it has more frames a second than a bus carries."""
         name, sentences = self.path.name, list[str]()
         # Logs of slow buses have such steps everywhere.
-        if self.pauses and self.traffic_s > 0 and self.frames > _USUAL_ROWS_A_PAUSE * self.pauses:
+        if self.pauses and self.traffic_s > 0 and self.frames > USUAL_FRAMES_A_PAUSE * self.pauses:
             first = "" if self.pauses == 1 else "first "
             sentences.append(
                 f"{name}: time jumps ahead by {PAUSE_S:g} s or more at {counted(self.pauses, 'row')}, {first}at line "

@@ -188,6 +188,7 @@ def _sample_log(dataset: CanDatasetSettings, log: LogFile, num_logs: int, writer
         # A builder for each part: no window reaches from one part into another part.
         for block in GraphBuilder(dataset.window, dataset.stride).feed(frames):
             writer.append(block, reader.kinds)
+        writer.end_drives()
     notices = [f"{log.path.name}: {note}" for note in reader.report.notes]
     # Not an error: a part may have a larger share of bad rows than the whole log.
     if not sample.text.complete and reader.report.bad_share > dataset.max_malformed:

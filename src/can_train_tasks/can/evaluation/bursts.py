@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, cast
 
 import numpy as np
 
-from can_train_tasks.can.data.graphs import PAUSE_S, Bools, Floats, Ints
+from can_train_tasks.can.data.graphs import Bools, Floats, Ints
 from can_train_tasks.can.evaluation.options import AlarmRule, Hold
 
 if TYPE_CHECKING:
@@ -24,10 +24,6 @@ SECONDS_PER_HOUR: Final = 3600.0
 # Seconds. Attack windows, or alarms, with a shorter gap belong together: attackers send at intervals, so that a window
 # between two injected frames may be benign, and one alarm is enough for all of them.
 JOIN_S: Final = 1.0
-# A window that lasts `PAUSE_S`, and this many times as long as the median of the windows before it, has a pause: slow
-# buses have long windows.
-PAUSE_WINDOWS: Final = 10
-USUAL_WINDOWS: Final = 100  # latest windows whose median is compared
 DRAWS: Final = 1000  # draws of the bootstrap: the ends of an interval then vary by about a twentieth of its width
 DRAWS_AT_A_TIME: Final = 100  # draws in memory together, to bound memory where a log has ten thousand blocks
 CONFIDENCE: Final = 0.95  # confidence of an interval
@@ -75,9 +71,9 @@ class Timeline:
     """Windows of one test folder in their order.
 
     Attributes:
-        segment: [R] number of the window's segment, windows without a gap, a pause or a clock that was set.
+        segment: [R] number of the window's segment, windows of a drive without a gap or a clock that is set back.
         start_s: [R] time of the window's first frame.
-        end_s: [R] time of the window's last frame; with a pause or a clock that was set, as if the window were usual.
+        end_s: [R] time of the window's last frame; its start where the clock is set back inside the window.
         is_attack: [R] the truth.
         benign_s: [R] seconds of benign traffic that the window adds; 0 for attacks.
     """
@@ -92,29 +88,20 @@ class Timeline:
     def of(cls, flat: FlatGraphs, rows: Ints) -> Self:
         """Arranges the windows `rows` [R], which are ascending."""
         start, end, steps = flat.start_time[rows], flat.end_time[rows], np.diff(flat.first_frame[rows])
-        same_log = np.diff(flat.source[rows]) == 0
+        same_drive = np.diff(flat.drive[rows]) == 0
         # With a stride larger than a window, successive windows have frames between them: that is no gap.
-        stride = int(steps[same_log & (steps > 0)].min(initial=np.iinfo(np.int64).max))
-        apart = ~same_log | (steps > max(flat.window, stride))
-        adjoining = same_log & (steps <= flat.window)
+        stride = int(steps[same_drive & (steps > 0)].min(initial=np.iinfo(np.int64).max))
+        apart = ~same_drive | (steps > max(flat.window, stride)) | (np.diff(start) < 0)
+        adjoining = same_drive & (steps <= flat.window)
         # A window lasts until the next window begins, if that window overlaps it or follows at once; otherwise until
         # its last frame. Some logs step back in time between windows.
         until = np.append(np.where(adjoining, start[1:], end[:-1]), end[-1:])
-        seconds = np.maximum(until - start, 0.0)
-        lasted, set_back = np.maximum(seconds, end - start), end < start
-        paused, usual_s = np.zeros(len(rows), bool), seconds.copy()
-        begins = np.flatnonzero(np.append(np.ones(min(len(rows), 1), bool), ~same_log))
-        for position in np.flatnonzero((lasted > PAUSE_S) | set_back):
-            begin = begins[np.searchsorted(begins, position, side="right") - 1]
-            earlier = lasted[max(begin, position - USUAL_WINDOWS) : position]
-            paused[position], usual_s[position] = has_pause(lasted[position], earlier)
-        apart |= paused[:-1] | (np.diff(start) < 0)
         return cls(
             segment=np.cumsum(np.append(np.zeros(min(len(rows), 1), np.int64), apart)),
             start_s=start,
-            end_s=np.where(paused | set_back, start + usual_s, end),
+            end_s=np.maximum(end, start),
             is_attack=flat.label[rows] > 0,
-            benign_s=np.where(flat.label[rows] == 0, np.where(paused, usual_s, seconds), 0.0),
+            benign_s=np.where(flat.label[rows] == 0, np.maximum(until - start, 0.0), 0.0),
         )
 
     def groups(self, positions: Ints) -> Ints:
@@ -150,20 +137,6 @@ class Timeline:
         for number, (begin, end) in enumerate(zip(attacks[first], attacks[last], strict=True)):
             numbers[begin : end + 1] = number
         return numbers
-
-
-def has_pause(lasted_s: float, earlier_s: Sequence[float] | Floats) -> tuple[bool, float]:
-    """Tells whether a window has a pause, from the windows before it alone, as a live bus must.
-
-    Args:
-        lasted_s: Seconds to the last frame of the window, or to the next window that follows at once.
-        earlier_s: The same seconds of the `USUAL_WINDOWS` windows before it, or of fewer.
-
-    Returns:
-        Whether it has a pause, and the usual seconds of a window: 0 without an earlier window.
-    """
-    usual_s = float(np.median(earlier_s)) if len(earlier_s) else 0.0
-    return lasted_s > max(PAUSE_S, PAUSE_WINDOWS * usual_s), usual_s
 
 
 def held_scores(score: Floats, segment: Ints, hold: Hold) -> Floats:

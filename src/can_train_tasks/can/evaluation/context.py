@@ -227,9 +227,9 @@ class Context:
 
 
 def calm_windows(flat: FlatGraphs, rows: Ints) -> Bools:
-    """Returns whether the log has no attack in a window nor in the `CALM_WINDOWS` before it, [R]."""
+    """Returns whether the drive has no attack in a window nor in the `CALM_WINDOWS` before it, [R]."""
     attacks = np.concatenate([[0], np.cumsum(flat.label != 0)])
-    first = np.searchsorted(flat.source, flat.source[rows])
+    first = np.searchsorted(flat.drive, flat.drive[rows])
     calm: Bools = attacks[rows + 1] == attacks[np.maximum(rows - CALM_WINDOWS, first)]
     return calm
 

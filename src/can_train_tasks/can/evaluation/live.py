@@ -28,6 +28,7 @@ from can_train.training.loading import finished_model, load_finished
 from can_train_tasks.can.data.database import Database
 from can_train_tasks.can.data.graphs import (
     BENIGN,
+    PAUSE_S,
     FlatGraphs,
     Floats,
     Frames,
@@ -39,7 +40,7 @@ from can_train_tasks.can.data.graphs import (
     no_graphs,
 )
 from can_train_tasks.can.evaluation.alarms import LEAST_USUAL_WINDOWS, Cause, Explainer, named_causes
-from can_train_tasks.can.evaluation.bursts import EACH_WINDOW, JOIN_S, USUAL_WINDOWS, alarm_hold, has_pause
+from can_train_tasks.can.evaluation.bursts import EACH_WINDOW, JOIN_S, alarm_hold
 from can_train_tasks.can.evaluation.calibration import LEAST_CALIBRATION_WINDOWS, BenignScores, Calibration
 from can_train_tasks.can.evaluation.live_input import SILENCE_S, BusErrors, FrameInput, Unread, open_input
 from can_train_tasks.can.evaluation.metrics import Threshold
@@ -199,33 +200,32 @@ class LiveAlarm:
 class AlarmState:
     """The alarm that is raised at the moment; takes the windows of a bus one by one.
 
-    As in a log, an alarm, and the hold of one, ends with a window that has a pause, and where the clock is set back.
+    As in a log, an alarm, and the hold of one, ends with its drive, and where the clock is set back.
 
     Args:
         hold: Flagged windows that raise an alarm.
         threshold: A score above it flags a window.
-        adjoins: The next window follows a window at once, or overlaps it: no stride is longer than a window.
     """
 
-    def __init__(self, *, hold: Hold, threshold: Threshold, adjoins: bool = True) -> None:
+    def __init__(self, *, hold: Hold, threshold: Threshold) -> None:
         self.hold = hold
         self.threshold = threshold
-        self._adjoins = adjoins
-        self._last: tuple[float, float] | None = None  # times of the last window's first and last frame
-        self._lasted_s: deque[float] = deque(maxlen=USUAL_WINDOWS)  # seconds of the windows before the last one
+        self._last: tuple[int, float] | None = None  # the last window's drive, and the time of its first frame
         self._recent: deque[_Flagged | None] = deque(maxlen=hold.of)  # the last windows; None: not flagged
         self._since: list[_Flagged] = []  # flagged windows since the alarm was last raised
         self._alarm: LiveAlarm | None = None
         self.alarms = 0
 
-    def see(self, start_s: float, end_s: float, score: float) -> tuple[LiveAlarm | None, LiveAlarm | None]:
+    def see(
+        self, start_s: float, end_s: float, score: float, *, drive: int = 0
+    ) -> tuple[LiveAlarm | None, LiveAlarm | None]:
         """Takes the next window; returns the alarm that ended before the window, and the alarm that it raised."""
         flagged = _Flagged(start_s, end_s, score) if score > self.threshold.value else None
         ended = None
-        if self._is_apart(start_s):
+        if self._last is not None and (drive != self._last[0] or start_s < self._last[1]):
             ended = self.finish()
             self._recent.clear()
-        self._last = start_s, end_s
+        self._last = drive, start_s
         self._recent.append(flagged)
         if self._alarm is not None and start_s - self._alarm.raised_until_s >= JOIN_S:
             ended = self.finish()
@@ -235,8 +235,7 @@ class AlarmState:
         if len(raising) < self.hold.needed:
             return ended, None
         since, self._since = self._since, []
-        # The clock may be set back inside the window.
-        until_s = end_s if end_s >= start_s else start_s + has_pause(0.0, self._lasted_s)[1]
+        until_s = max(start_s, end_s)  # the clock may be set back inside the window
         if (alarm := self._alarm) is not None:
             alarm.windows += len(since)
             alarm.score = max([alarm.score, *(window.score for window in since)])
@@ -254,16 +253,6 @@ class AlarmState:
         ended, self._alarm = self._alarm, None
         self._since.clear()
         return ended
-
-    def _is_apart(self, start_s: float) -> bool:
-        """Tells whether a pause, or a clock that was set back, lies before a window that begins at `start_s`."""
-        if self._last is None:
-            return False
-        last_s, until_s = self._last
-        lasted_s = max(0.0, until_s - last_s, start_s - last_s if self._adjoins else 0.0)
-        paused, _ = has_pause(lasted_s, self._lasted_s)
-        self._lasted_s.append(lasted_s)
-        return paused or start_s < last_s
 
 
 class LiveBus:
@@ -287,10 +276,10 @@ class LiveBus:
         if watch.calibrate_s is not None and watch.benign is not None:
             self._calibration = Calibration(watch.calibrate_s, watch.benign, threshold=watch.threshold.value,
                                             vocabulary=model.vocabulary)  # fmt: skip
-        self._window, self._stride = int(dataset.window), int(dataset.stride)
+        self._window = int(dataset.window)
         self._builder = GraphBuilder(dataset.window, dataset.stride)
         self._usual: deque[GraphBlock] = deque(maxlen=LATEST_WINDOWS)
-        self.alarms = AlarmState(hold=watch.hold, threshold=watch.threshold, adjoins=self._stride <= self._window)
+        self.alarms = AlarmState(hold=watch.hold, threshold=watch.threshold)
         self.windows = self.flagged = 0
         self.arrived_s = time.monotonic()
         self.is_silent = False
@@ -360,10 +349,13 @@ class LiveBus:
             sentences.append(f"{counted(self._errors, 'error frame')}{off}")
         if self._calibration is not None:
             sentences += _calibration_summary(self._calibration)
-        left = frames - ((self.windows - 1) * self._stride + self._window if self.windows else 0)
-        if left > 0:
-            frames_left = "frame fills" if left == 1 else f"{left:,} frames fill"
-            sentences.append(f"The last {frames_left} no window and {'was' if left == 1 else 'were'} not judged")
+        left, _ = self._builder.left_over
+        if left:
+            fill, were = ("fills", "was") if left == 1 else ("fill", "were")
+            last = f"The last {'frame' if left == 1 else counted(left, 'frame')}"
+            if self._builder.drives > 1:
+                last = f"{counted(left, 'frame')} before pauses of {PAUSE_S:g} s and at the end"
+            sentences.append(f"{last} {fill} no window and {were} not judged")
         sentences += new_id_notes(self._model.finished.result.get("judgement", {}), self._new_gaps)
         return sentences
 
@@ -393,7 +385,7 @@ class LiveBus:
             if self._calibration is not None and block.first_frame[row] < self._calibration.last_frame + self._window:
                 continue
             self.flagged += bool(scores[row] > self.alarms.threshold.value)
-            ended, raised = self.alarms.see(start_s, end_s, float(scores[row]))
+            ended, raised = self.alarms.see(start_s, end_s, float(scores[row]), drive=int(block.drive[row]))
             if ended is not None:
                 yield _ended(ended)
             if raised is not None:

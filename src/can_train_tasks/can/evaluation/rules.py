@@ -627,7 +627,7 @@ def _jumps_by_part(
 
 
 def _undisturbed(flat: FlatGraphs, rows: Ints) -> NDArray[np.bool_]:
-    """Returns whether the log has no attack in the last four windows with the ID of a node, nor between them, [N].
+    """Returns whether the drive has no attack in the last four windows with the ID of a node, nor between them, [N].
 
     A node has the jumps of two windows, and a jump compares three frames of the ID, so benign frames after an attack
     jump, too. `rows` ascend.
@@ -636,10 +636,10 @@ def _undisturbed(flat: FlatGraphs, rows: Ints) -> NDArray[np.bool_]:
     code, row = flat.node_code[nodes.positions], np.repeat(rows, nodes.sizes)
     order = np.argsort(code, kind="stable")
     code, row = code[order], row[order]
-    source = flat.source[row]
+    drive = flat.drive[row]
     before = np.roll(row, 3)
     is_first = np.ones(len(row), np.bool_)
-    is_first[3:] = (code[3:] != code[:-3]) | (source[3:] != source[:-3])
+    is_first[3:] = (code[3:] != code[:-3]) | (drive[3:] != drive[:-3])
     attacks = np.concatenate([[0], np.cumsum(flat.label != 0)])
     undisturbed = np.empty(len(row), np.bool_)
     undisturbed[order] = ~is_first & (attacks[row + 1] == attacks[np.where(is_first, row, before)])

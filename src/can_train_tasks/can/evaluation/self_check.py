@@ -188,7 +188,7 @@ def highest_load(flat: FlatGraphs, rows: Ints) -> float | None:
     """Returns the most frames a second, over `LOAD_S`, in the benign windows among `rows`; None for shorter drives."""
     benign = np.sort(rows[flat.label[rows] == 0])
     # An attack between two benign windows may have sent most of the frames.
-    breaks = 1 + np.flatnonzero((np.diff(benign) != 1) | (np.diff(flat.source[benign]) != 0))
+    breaks = 1 + np.flatnonzero((np.diff(benign) != 1) | (np.diff(flat.drive[benign]) != 0))
     highest = 0.0
     for stretch in np.split(benign, breaks):
         begin, first = flat.start_time[stretch], flat.first_frame[stretch]

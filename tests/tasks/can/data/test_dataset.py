@@ -152,6 +152,25 @@ def test_a_log_shorter_than_a_window_is_refused_and_leaves_nothing_behind(tmp_pa
     assert not list((tmp_path / "cache").iterdir())
 
 
+def test_a_log_whose_drives_are_shorter_than_a_window_is_refused(tmp_path: Path) -> None:
+    frames = random_frames(1_010)
+    paused = replace(frames, timestamp=frames.timestamp + 60.0 * (np.arange(1_010) >= 600))
+    path = write_log(tmp_path / "drive.csv", paused)
+    with pytest.raises(DataError, match="has 1,010 frames, a window needs 800 without a pause of 10 s"):
+        prepared([LogFile(path=path, role=TEST, group="test_01", kind="DoS")], tmp_path, replace(SETTINGS, window=800))
+
+
+def test_attack_frames_before_a_pause_are_told_where_they_fill_no_window(tmp_path: Path) -> None:
+    frames = random_frames(1_010)
+    frames.label[:] = np.arange(1_010) == 604
+    paused = replace(frames, timestamp=frames.timestamp + 60.0 * (np.arange(1_010) >= 605))
+    path = write_log(tmp_path / "drive.csv", paused)
+    data, _ = prepared([LogFile(path=path, role=TEST, group="test_01", kind="DoS")], tmp_path, SETTINGS)
+    told = "10 frames before pauses and at the end of the log fill no window, and with them 1 attack frame is left out"
+    assert f"drive.csv: {told}" in data.notices
+    assert data.flat.drive.tolist() == [0] * 30 + [1] * 20
+
+
 @pytest.mark.parametrize(("window", "stride", "lost"), [(20, 20, 10), (20, 7, 3), (300, 300, 110)])
 def test_attack_frames_behind_the_last_window_are_told(window: int, stride: int, lost: int, tmp_path: Path) -> None:
     frames = random_frames(1_010)

@@ -140,6 +140,54 @@ def test_long_logs_are_built_in_bounded_blocks_without_seams(stride: int) -> Non
     np.testing.assert_allclose(later.edge_features[-later.num_edges[-1] :], expected["edge_features"], rtol=1e-5)
 
 
+def in_one_log(drives: list[Frames], pause_s: float) -> Frames:
+    """Joins drives; each begins `pause_s` after the end of the drive before."""
+    moved, end_s = [], 0.0
+    for drive in drives:
+        moved.append(replace(drive, timestamp=drive.timestamp + end_s - drive.timestamp[0]))
+        end_s = moved[-1].timestamp[-1] + pause_s
+    return Frames.concatenate(moved)
+
+
+@pytest.mark.parametrize("pause_s", [10.0, 86_400.0, -3_600.0])
+@pytest.mark.parametrize("stride", [7, 20, 33])
+@pytest.mark.parametrize("cuts", [[], [1, 399, 400, 401, 700]])
+def test_drives_in_one_log_have_the_windows_of_drives_in_logs_of_their_own(
+    pause_s: float, stride: int, cuts: list[int]
+) -> None:
+    whole = bus(1_200)
+    drives = [whole[:400], whole[400:703], whole[703:]]
+    joined = feed_in_parts(in_one_log(drives, pause_s), 20, stride, cuts)
+    own = [(number, block) for number, drive in enumerate(drives) for block in feed_in_parts(drive, 20, stride, [])]
+    begins = np.cumsum([0, *map(len, drives)])
+    for name in vars(own[0][1]):
+        axis = 1 if name == "edge_index" else 0
+        found = np.concatenate([getattr(block, name) for block in joined], axis=axis)
+        if name in ("drive", "first_frame"):
+            shift = np.arange(3) if name == "drive" else begins
+            expected = np.concatenate([getattr(block, name) + shift[number] for number, block in own])
+        else:
+            expected = np.concatenate([getattr(block, name) for _, block in own], axis=axis)
+        if name in ("start_time", "end_time"):
+            continue
+        # Times with an offset have rounding errors, which the smallest gaps show.
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_frames_before_a_pause_and_at_the_end_fill_no_window() -> None:
+    whole = bus(1_000)
+    whole.label[:] = 1
+    builder = GraphBuilder(20, 20)
+    list(builder.feed(in_one_log([whole[:405], whole[405:407], whole[407:]], 60.0)))
+    assert (builder.drives, builder.windows, builder.left_over) == (3, 20 + 29, (5 + 2 + 13, 5 + 2 + 13))
+
+
+def test_the_steps_of_a_slow_bus_are_no_pauses() -> None:
+    slow = replace(bus(400), timestamp=np.arange(400) * 30.0)
+    # One step is a pause as long as nobody knows that all steps are long.
+    assert len(split_graphs(feed_in_parts(slow, 20, 20, []))) == (400 - 1) // 20
+
+
 @pytest.mark.parametrize("window", [257, 258, 1000])
 def test_bytes_of_an_id_add_up_however_often_it_is_in_a_window(window: int) -> None:
     # 257 times 255 is the last sum of 16 bits.

@@ -43,6 +43,7 @@ def graphs(*logs: Log, window: int = 10, stride: int = 10) -> FlatGraphs:
         edge_features=empty,
         label=np.concatenate([np.array(labels, dtype=np.uint8) for _, labels in logs]),
         source=np.repeat(np.arange(len(logs), dtype=np.int32), sizes),
+        drive=np.repeat(np.arange(len(logs), dtype=np.int32), sizes),
         first_frame=np.concatenate([np.arange(size) * stride for size in sizes]),
         start_time=np.zeros(count),
         end_time=np.zeros(count),

@@ -4,6 +4,7 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,25 @@ def test_alarms_are_those_of_the_same_frames_in_a_log(kind: str, rule: AlarmRule
     assert ends == [(alarm["start_time"], alarm["end_time"], alarm["windows"]) for alarm in expected]
     scores = [alarm["score"] for alarm in found]
     assert scores == pytest.approx([alarm["score"] for alarm in expected], rel=1e-5)
+
+
+@pytest.mark.parametrize("hold", [(1, 1), (2, 3)])
+def test_drives_in_one_log_are_judged_as_in_logs_of_their_own(hold: tuple[int, int], tmp_path: Path) -> None:
+    run, rule, frames = injected_run("vgae"), AlarmRule(hold=hold), drive()
+    begins = [0, 410, 1_777, len(frames)]
+    drives = [frames[begin:end] for begin, end in pairwise(begins)]
+    shifted = [replace(each, timestamp=each.timestamp + 1_800.0 * number) for number, each in enumerate(drives)]
+    expected = []
+    for number, each in enumerate(shifted):
+        expected += offline(run, write_log(tmp_path / f"{number}.csv", each), rule)["alarms"]
+    joined = Frames.concatenate(shifted)
+    logged = offline(run, write_log(tmp_path / "joined.csv", joined), rule)["alarms"]
+    live = Watched(run, candump(joined), tmp_path, rule)
+    spans = [(alarm["start_time"], alarm["end_time"], alarm["windows"]) for alarm in expected]
+    assert len(spans) > 3
+    assert [(alarm["start_time"], alarm["end_time"], alarm["windows"]) for alarm in logged] == spans
+    assert [(alarm["start_time"], alarm["end_time"], alarm["windows"]) for alarm in live.of("alarm_end")] == spans
+    assert "20 frames before pauses of 10 s and at the end fill no window" in live.summary
 
 
 def test_a_threshold_for_so_many_alarms_an_hour_raises_the_alarms_of_a_log_and_live_with_one_hold(
@@ -182,9 +202,12 @@ def test_windows_scores_and_flags_are_those_of_the_same_frames_in_a_log(
     offline = pl.read_csv(tmp_path / "scores.csv")
     live: dict[float, float] = {}
     see = AlarmState.see
-    monkeypatch.setattr(
-        AlarmState, "see", lambda self, start, end, score: live.update({start: score}) or see(self, start, end, score)
-    )
+
+    def seen(self: AlarmState, start_s: float, end_s: float, score: float, **more: int) -> object:
+        live[start_s] = score
+        return see(self, start_s, end_s, score, **more)
+
+    monkeypatch.setattr(AlarmState, "see", seen)
     watched = Watched(run, candump(frames), tmp_path, rule)
     assert f"scores more than {document['threshold']:.6g}: " in watched.summary
     if make is drive:
@@ -455,7 +478,7 @@ def test_flags_less_than_a_second_apart_are_one_alarm() -> None:
 
 @given(
     windows=st.lists(
-        st.tuples(st.sampled_from((0.01, 0.3, 30.0, -5.0)), st.sampled_from((0.01, 0.5, 2.0, 40.0, -50.0)),
+        st.tuples(st.sampled_from((0.01, 0.3, -5.0)), st.sampled_from((0.01, 0.5, 2.0, 40.0, -5.0, -50.0)),
                   st.sampled_from((True, True, False))),
         min_size=2, max_size=30,
     ),
@@ -466,12 +489,14 @@ def test_alarms_are_those_of_the_same_windows_in_a_log_whatever_the_clock_does(
 ) -> None:
     lasting, gaps, flagged = map(np.array, zip(*windows, strict=True))
     start = np.cumsum(np.append(1e3, (lasting + gaps)[:-1]))
-    flat = windows_of([[0x100]] * len(start), start_time=start, end_time=start + lasting)
+    drive = np.cumsum(np.append(0, np.abs(gaps[:-1]) > 10)).tolist()
+    flat = windows_of([[0x100]] * len(start), start_time=start, end_time=start + lasting, drive=drive)
     rows, score = np.arange(len(start)), flagged.astype(float)
     log = FlaggedLog(flat=flat, rows=rows, score=score, flagged=flagged, threshold=0.5, lines=np.stack([rows, rows]),
                      causes=dict.fromkeys(rows.tolist(), ()), decimal=False, hold=hold)  # fmt: skip
     state = AlarmState(hold=hold, threshold=Threshold(value=0.5, rule=""))
-    ends = [state.see(*window)[0] for window in zip(start, start + lasting, score, strict=True)]
+    ends = [state.see(*window, drive=number)[0]
+            for *window, number in zip(start, start + lasting, score, drive, strict=True)]  # fmt: skip
     live = [(alarm.start_s, alarm.end_s, alarm.windows) for alarm in (*ends, state.finish()) if alarm is not None]
     logged = [alarm.record for alarm in log.alarms()]
     assert live == [(record["start_time"], record["end_time"], record["windows"]) for record in logged]
