@@ -21,6 +21,7 @@ class Network(nn.Module):
         self.outputs = list(range(5000))
         self.helper = Helper()
         self.mean = torch.zeros(3)
+        self.register_buffer("least", torch.zeros(0))
 
 
 def change(network: Network) -> None:
@@ -31,6 +32,7 @@ def change(network: Network) -> None:
     network.outputs += [1, 2, 3]
     network.helper.count += 1
     network.mean.add_(1)
+    network.get_buffer("least").resize_(4).fill_(1)
     network.layer.weight.requires_grad_(False)
     network.layer.register_forward_hook(lambda *_: None)
     network.norm(torch.randn(4, 3))
@@ -51,12 +53,25 @@ def test_a_step_that_is_undone_leaves_no_trace() -> None:
         assert (len(network.words), len(network.outputs)) == (5000, 5000)
         assert network.helper.count == 0
         assert torch.equal(network.mean, torch.zeros(3))
+        assert network.get_buffer("least").shape == (0,)
         assert network.layer.weight.requires_grad
         assert not network.layer._forward_hooks
         assert torch.equal(network.norm.running_mean, torch.zeros(3))  # type: ignore[arg-type]
         assert int(network.norm.num_batches_tracked) == 0  # type: ignore[arg-type]
         assert not hasattr(network, "new")
         assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_a_buffer_that_a_step_has_resized_is_read_again() -> None:
+    network = Network()
+    state, least = StepState(network, torch.device("cpu")), network.get_buffer("least")
+    for size in (2, 5, 1):
+        state.read()
+        kept = least.tolist()
+        least.resize_(size).fill_(size)
+        state.restore_attributes()
+        assert least.tolist() == kept
+        least.resize_(size).fill_(size)
 
 
 def test_changed_weights_and_gradients_are_told() -> None:

@@ -12,7 +12,7 @@ from can_train.fit import random_state
 from can_train.fit.random_state import (
     Generators,
     Snapshot,
-    buffer_names,
+    buffer_shapes,
     capture_generators,
     load_weights,
     restore_generators,
@@ -130,6 +130,46 @@ def test_a_buffer_that_was_made_in_the_pass_is_gone_again() -> None:
     assert "cache" not in model.state_dict()
 
 
+class Observer(nn.Module):
+    """Resizes its buffer in the first pass, as observers of `torch.ao.quantization` do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("least", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        least = self.get_buffer("least")
+        least.resize_(x.shape[1]).copy_(x.detach().amin(dim=0))
+        return x
+
+
+def test_a_buffer_that_a_pass_has_resized_has_its_shape_again() -> None:
+    model = nn.Sequential(Observer())
+    least, snapshot = model.get_buffer("0.least"), Snapshot(model, CPU)
+    for values, size in (([1.0, 2.0, 3.0], 3), ([4.0, 5.0], 2)):
+        model(torch.ones(2, size))
+        snapshot.restore()
+        assert model.get_buffer("0.least") is least
+        assert least.shape == (0,)
+        model(torch.tensor([values]))
+        later = Snapshot(model, CPU)
+        model(torch.ones(2, 5))
+        later.restore()
+        assert least.tolist() == values
+
+
+def test_a_buffer_that_a_pass_has_resized_is_loaded_into_a_new_model_alone() -> None:
+    model, fresh = nn.Sequential(Observer(), nn.BatchNorm1d(3)), nn.Sequential(Observer(), nn.BatchNorm1d(3))
+    declared = buffer_shapes(model).items()
+    model(torch.ones(2, 3))
+    made = [name for name, _ in buffer_shapes(model).items() - declared]
+    assert made == ["0.least"]
+    load_weights(fresh, model.state_dict(), made)
+    assert fresh.get_buffer("0.least").tolist() == [1, 1, 1]
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.least"):
+        load_weights(nn.Sequential(Observer(), nn.BatchNorm1d(3)), model.state_dict())
+
+
 class Registering(nn.Module):
     """Registers a buffer in its first pass."""
 
@@ -151,13 +191,13 @@ def test_a_buffer_that_was_registered_in_the_pass_is_gone_again() -> None:
     snapshot = Snapshot(model, CPU)
     model(torch.ones(2, 3))
     snapshot.restore()
-    assert buffer_names(model) == set()
+    assert buffer_shapes(model) == {}
     model(torch.ones(5, 3))
     assert model.get_buffer("0.seen") == 5
     released = Snapshot(model, CPU)
     released.release()
     released.restore()
-    assert buffer_names(model) == {"0.seen"}
+    assert buffer_shapes(model) == {"0.seen": ()}
 
 
 @pytest.mark.parametrize("declared", [False, True])

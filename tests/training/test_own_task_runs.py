@@ -38,11 +38,14 @@ class Filter(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(5, dtype=torch.cfloat))
+        self.register_buffer("least", torch.zeros(0))
 
     def forward(self, x):
         if not hasattr(self, "seen"):
             self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.seen += self.training * len(x)
+        self.least.resize_(x.shape[1])
+        self.least.copy_(torch.minimum(self.least, x.amin(dim=0)))
         return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=8)
 
 
@@ -59,7 +62,7 @@ class MyTask(can_train.Task):
 """
 
 
-def test_complex_weights_and_a_buffer_of_the_first_pass_are_resumed_and_evaluated(tmp_path: Path) -> None:
+def test_complex_weights_and_buffers_of_the_first_pass_are_resumed_and_evaluated(tmp_path: Path) -> None:
     task = write_task(tmp_path / "mine", SPECTRAL)
     words = (*line(task), "--set", "training.batch_size=16", "--keep", "last")
     finish(tmp_path / "whole", tmp_path / "state", *words)
@@ -68,6 +71,7 @@ def test_complex_weights_and_a_buffer_of_the_first_pass_are_resumed_and_evaluate
     assert_same(final_state(whole), final_state(killed))
     weights = final_state(whole)["model"]
     assert (weights["weight"].dtype, int(weights["seen"])) == (torch.complex64, 4 * 60)
+    assert weights["least"].shape == (8,)
     finish(tmp_path / "whole", tmp_path / "state", "evaluate", whole.name)
 
 

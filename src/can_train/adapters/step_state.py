@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from can_train.adapters.part_values import ATTRIBUTE, Combination, Kinds, Place, is_change, whole_and_parts
 from can_train.fit.collate import leaves
-from can_train.fit.random_state import Generators
+from can_train.fit.random_state import Generators, written_back
 from can_train.fit.rescue import add_to_gradients
 
 # Parts of a module that are restored by other means than its attributes, or that no step changes.
@@ -160,7 +160,7 @@ class StepState:
         with torch.no_grad():
             for _, (module, name), tensor, version, copied in self._own_buffers():
                 if _version(tensor) != version or version < 0:
-                    tensor.copy_(copied)
+                    written_back(tensor, copied)
                 module._buffers[name] = tensor
         for attributes in self._attributes:
             if metrics or not hasattr(attributes.owner, "metric_state"):
@@ -263,6 +263,9 @@ class StepState:
                 )
                 if version != earlier and copied is not None and tensor is not None
             ]
+            if any(copied.shape != tensor.shape for copied, tensor in pairs):
+                self._copy_buffers(tensors)
+                pairs = []
             with torch.no_grad():
                 for copies, uncounted in self._uncounted:
                     torch._foreach_copy_(copies, uncounted)
@@ -271,7 +274,7 @@ class StepState:
         self._buffers, self._versions = tensors, versions
 
     def _copy_buffers(self, tensors: Sequence[Tensor | None]) -> None:
-        """Copies all buffers for the first time, or after buffers were added or replaced."""
+        """Copies all buffers for the first time, or after buffers were added, replaced or resized."""
         self._places = [(module, name) for module in self._with_buffers for name in module._buffers]
         self._copies = [None if tensor is None or is_lazy(tensor) else _copied(tensor) for tensor in tensors]
         groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
@@ -291,7 +294,7 @@ class StepState:
                 if tensor is None or copied is None:
                     continue
                 if _is_uncounted(tensor) or tensor._version != version:
-                    tensor.copy_(copied)
+                    written_back(tensor, copied)
 
     def _remove_new_hooks(self) -> None:
         for module in self._model.modules():

@@ -135,7 +135,7 @@ class Snapshot:
         self._generators.restore()
         with torch.no_grad():
             for module, name, buffer, value in self._buffers:
-                module._buffers[name] = None if buffer is None or value is None else buffer.copy_(value)
+                module._buffers[name] = None if buffer is None or value is None else written_back(buffer, value)
         known = {(id(module), name) for module, name, *_ in self._buffers}
         # A pass may have registered buffers: the next one must find none.
         for module in self._modules if self._has_buffers else ():
@@ -143,11 +143,20 @@ class Snapshot:
                 delattr(module, name)
 
 
-def buffer_names(model: nn.Module) -> set[str]:
-    """Returns the names of the buffers of a model, also of those that are None."""
+def written_back(buffer: Tensor, value: Tensor) -> Tensor:
+    """Gives a buffer its earlier value, and the shape of that value where a pass has resized it; returns the buffer."""
+    if buffer.shape != value.shape:
+        buffer.resize_(value.shape)
+    return buffer.copy_(value)
+
+
+def buffer_shapes(model: nn.Module) -> dict[str, tuple[int, ...] | None]:
+    """Returns the shapes of the buffers of a model by name; None of a buffer that is None."""
     # Buffers of a scripted module cannot be iterated over in another way.
     return {
-        f"{path}.{name}".lstrip(".") for path, module in model.named_modules() for name, _ in module._buffers.items()
+        f"{path}.{name}".lstrip("."): None if buffer is None else tuple(buffer.shape)
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
     }
 
 
@@ -157,8 +166,8 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], made: Collecti
     Args:
         model: The new model, which no pass has run through.
         weights: The weights and buffers, by name.
-        made: Names of buffers that modules have registered in a pass. Buffers that are None in the new model need no
-            name here.
+        made: Names of buffers that modules have registered or resized in a pass. Buffers that are None in the new
+            model need no name here.
 
     Raises:
         RuntimeError: The model has other weights.
@@ -171,8 +180,10 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], made: Collecti
                 module = model.get_submodule(path)
             except AttributeError:
                 continue
-            is_none = leaf in module._buffers and module._buffers[leaf] is None
-            if is_none or (name in made and not hasattr(module, leaf)):
+            buffer = module._buffers[leaf] if leaf in module._buffers else None  # noqa: SIM401 - a scripted module's have no `get`
+            if buffer is not None and name in made and buffer.shape != value.shape:
+                buffer.resize_(value.shape)
+            elif buffer is None and (leaf in module._buffers or (name in made and not hasattr(module, leaf))):
                 module.register_buffer(leaf, torch.empty_like(value, device=device))
     model.load_state_dict(weights)
 

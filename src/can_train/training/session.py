@@ -35,7 +35,7 @@ from can_train.fit.packing import BatchCosts
 from can_train.fit.planner import Planner, Planners
 from can_train.fit.precision import Precision, is_inexact
 from can_train.fit.random_state import (
-    buffer_names,
+    buffer_shapes,
     capture_generators,
     load_weights,
     restore_generators,
@@ -293,7 +293,7 @@ class Session(Parts):
         training, task, measured = self.training, self.task, self.run.monitor
         own = plans[self.ranks.rank]
         self.model = self.planners.first.model
-        self._declared_buffers = buffer_names(self.model)
+        self._declared_buffers = buffer_shapes(self.model).items()
         self._made_buffers: Sequence[str] = ()
         self.epochs = Epochs(
             order_by_epoch(task, own.skipped, training),
@@ -705,7 +705,7 @@ class Session(Parts):
             state = {
                 **weights,
                 "trainable": [list(flags) for flags in self.trainable],
-                "made_buffers": sorted(buffer_names(self.model) - self._declared_buffers),
+                "made_buffers": sorted(name for name, _ in buffer_shapes(self.model).items() - self._declared_buffers),
                 "best": self.best,
                 "bests": {kind: vars(best) for kind, best in self.bests.items()},
                 "task": dict(self.task.state()),
