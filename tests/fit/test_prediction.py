@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from can_train.fit.peak_prediction import (
 from can_train.fit.prediction import LossOf, predict_peak
 from can_train.fit.recorded_limits import predict_limits
 from can_train.memory import value_sizes
-from can_train.memory.allocation_trace import SAVED, AllocationTrace
+from can_train.memory.allocation_trace import SAVED, WEIGHTS, AllocationTrace
 from can_train.memory.catalogue import UsableMemory, find_card, other_card, usable
 from can_train.memory.cuda_library import NoCudaDispatchError, compiled_library
 from can_train.memory.cuda_workspaces import CUDNN
@@ -365,6 +366,112 @@ def test_an_optimizer_is_given_by_its_name_its_class_or_a_function(
     named, expected = (of_target(model, 4, optimizer=optimizer, target=target) for optimizer in (given, same))
     assert named.peak_bytes == expected.peak_bytes
     assert not named.notices
+
+
+def groups_of(model: nn.Module) -> torch.optim.Optimizer:
+    decayed = {id(each) for each in model.parameters() if each.dim() > 1}
+    groups = [[each for each in model.parameters() if (id(each) in decayed) is chosen] for chosen in (True, False)]
+    return torch.optim.AdamW([{"params": group, "weight_decay": 0.1 * len(group)} for group in groups])
+
+
+def marked(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([each for each in parameters if each.is_marked])
+
+
+@pytest.mark.parametrize("target", [None, "t4"], ids=["on the CPU", "for a card"])
+def test_a_function_makes_an_optimizer_of_the_models_own_parameters(target: str | None, dispatched: None) -> None:
+    model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 10))
+    for each in model.parameters():
+        each.is_marked = True  # type: ignore[attr-defined]
+    weights = list(model.parameters())
+    expected = of_target(model, 4, target=target)
+    for make in (lambda _: groups_of(model), marked):
+        found = of_target(model, 4, optimizer=make, target=target)
+        # A group of biases is stepped by itself.
+        assert found.tensors.num_bytes == pytest.approx(expected.tensors.num_bytes, rel=0.01)
+        assert found.notices == expected.notices
+    assert all(map(is_, model.parameters(), weights))
+
+
+@pytest.mark.parametrize("target", [None, "t4"], ids=["on the CPU", "for a card"])
+def test_an_optimizer_of_other_parameters_is_refused(target: str | None, dispatched: None) -> None:
+    model = nn.Linear(64, 64)
+    earlier = torch.optim.AdamW(nn.Linear(64, 64).parameters())
+    with pytest.raises(ArgumentError, match=r"(?s)or that the model has then: it steps none of them\..*lambda param"):
+        of_target(model, 4, optimizer=lambda _: earlier, target=target)
+
+
+@pytest.mark.parametrize("target", [None, "t4"], ids=["on the CPU", "for a card"])
+def test_a_module_beside_the_model_is_on_the_gpu_too(target: str | None, dispatched: None) -> None:
+    student, teacher = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 4096), nn.BatchNorm1d(4096), nn.Linear(4096, 64))
+    teacher.eval().requires_grad_(False)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student, self.teacher = student, teacher
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                wanted = teacher(x)
+            error: Tensor = (student(x) - wanted).square().sum()
+            return error
+
+    def loss_of(rows: NDArray[np.int64]) -> Tensor:
+        return Both.forward(both, DATA[rows % 64])
+
+    both = Both()
+    beside = predict_peak(student, 2000, loss_of=loss_of, target=target)
+    inside = predict_peak(both, 2000, loss_of=lambda rows: both(DATA[rows % 64]), target=target)
+    # In one module, the batch goes to the GPU once.
+    assert beside.tensors.num_bytes == pytest.approx(inside.tensors.num_bytes, abs=2 * 2000 * 64 * 4)
+    assert not teacher._forward_pre_hooks
+    if target:
+        weights = {part.module for part in beside.parts if part.kind == WEIGHTS}
+        assert weights == {"Linear", "Sequential.0", "Sequential.1", "Sequential.2"}
+
+
+@pytest.mark.parametrize("target", [None, "t4"], ids=["on the CPU", "for a card"])
+def test_parameters_that_hooks_step_in_the_backward_pass_keep_no_gradients(
+    target: str | None, dispatched: None
+) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(64)))
+    plain = of_target(model, 4, optimizer="torch.optim.SGD", target=target)
+    steps = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        steps[parameter].step()  # type: ignore[index]
+        steps[parameter].zero_grad()  # type: ignore[index]
+
+    for each in model.parameters():
+        each.register_post_accumulate_grad_hook(step)
+    before = [each.detach().clone() for each in model.parameters()]
+    found = of_target(model, 4, optimizer="torch.optim.SGD", target=target)
+    size = sum(each.nbytes for each in model.parameters())
+    assert found.peak_bytes < plain.peak_bytes - 0.9 * size
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_hooks_of_tensors_run_for_a_card(dispatched: None) -> None:
+    model, made = nn.Linear(64, 1024), list[Tensor]()
+    plain = of_target(model, 4, optimizer="torch.optim.SGD", target="t4")
+    model.weight.register_hook(lambda gradient: made.append(gradient.clone()))
+    found = of_target(model, 4, optimizer="torch.optim.SGD", target="t4")
+    assert found.tensors.num_bytes >= plain.tensors.num_bytes + model.weight.nbytes
+
+
+@pytest.mark.parametrize("target", [None, "t4"], ids=["on the CPU", "for a card"])
+def test_parameters_without_a_gradient_have_no_state_of_the_optimizer(target: str | None, dispatched: None) -> None:
+    used, unused = nn.Linear(64, 64), nn.Linear(1024, 1024)
+    whole = nn.ModuleDict({"used": used, "unused": unused})
+    alone, found = (
+        predict_peak(model, 4, loss_of=lambda rows: used(DATA[rows % 64]).square().sum(), target=target)
+        for model in (used, whole)
+    )
+    size = sum(each.nbytes for each in unused.parameters())
+    assert found.tensors.num_bytes == pytest.approx(alone.tensors.num_bytes + size, abs=4096)
+    told = [notice for notice in found.notices if "4.0 MiB get no gradient in small batches" in notice]
+    assert bool(told) is (target is None)
 
 
 WRONG: tuple[Any, ...] = (3, "x", 2.5, [], {"a": 1}, torch.ones(3), torch.device("cpu"), object())

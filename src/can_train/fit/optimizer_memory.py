@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -32,28 +32,36 @@ _MORE_STATE: Final = ("momentum", "amsgrad", "centered")  # Options that keep on
 class OptimizerMemory:
     """Bytes that an optimizer takes of the device."""
 
-    parameter_bytes: int  # Size of the trained parameters; their gradients take as much
+    parameter_bytes: int  # Size of the trained parameters that get gradients, which take as much
     state_bytes: int  # State that the optimizer keeps from its first step on
     transient_bytes: int  # Temporary memory of a step
-    # Size of each trained parameter that is not empty: the pieces that an optimizer works in.
+    # Size of each of them that is not empty: the pieces that an optimizer works in.
     tensor_bytes: tuple[int, ...]
     host_bytes: int = 0  # State that waits on the host between steps
 
 
 def measure_optimizer(
-    parameters: Iterable[Tensor], make: Callable[[Sequence[nn.Parameter]], Optimizer], *, offloaded: bool = False
+    parameters: Iterable[Tensor],
+    make: Callable[[Sequence[nn.Parameter]], Optimizer],
+    *,
+    offloaded: bool = False,
+    unused: Collection[int] = (),
 ) -> OptimizerMemory:
-    """Measures two steps of the optimizer that `make` returns, on zeros of the trained parameters' shapes; `offloaded`
-    tells whether its state waits on the host.
+    """Measures two steps of the optimizer that `make` returns, on zeros of the trained parameters' shapes, which have
+    their attributes; `offloaded` tells whether its state waits on the host. Parameters at the positions `unused` get no
+    gradient.
     """
+    parameters = list(parameters)
     shards = [shard_of(parameter) for parameter in parameters]
     # A model on meta may be larger than the host.
     fake = FakeTensorMode() if any(shard.is_meta for shard in shards) else nullcontext()
     with fake, LiveStorageTracker(_UNLIMITED) as tracker:
         shadows = [nn.Parameter(torch.zeros(shard.shape, dtype=shard.dtype, device="cpu")) for shard in shards]
-        parameter_bytes = tracker.live_bytes
-        for shadow in shadows:
-            shadow.grad = torch.zeros_like(shadow)
+        weight_bytes = tracker.live_bytes
+        for position, (shadow, parameter) in enumerate(zip(shadows, parameters, strict=True)):
+            # The code of an optimizer may sort parameters by marks of their owner.
+            vars(shadow).update(vars(parameter))
+            shadow.grad = None if position in unused else torch.zeros_like(shadow)
         before = tracker.live_bytes
         # Adagrad makes its state here.
         with parameters_on_host(shadows) if offloaded else nullcontext():
@@ -66,10 +74,10 @@ def measure_optimizer(
         optimizer.step()
         transient_bytes = tracker.peak_bytes - tracker.live_bytes
     return OptimizerMemory(
-        parameter_bytes=parameter_bytes,
+        parameter_bytes=before - weight_bytes,
         state_bytes=max(state_bytes, 0),
         transient_bytes=max(transient_bytes, 0),
-        tensor_bytes=tuple(shadow.nbytes for shadow in shadows if shadow.nbytes),
+        tensor_bytes=tuple(shadow.nbytes for shadow in shadows if shadow.nbytes and shadow.grad is not None),
         host_bytes=tracker.host_bytes,
     )
 

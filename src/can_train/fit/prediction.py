@@ -10,9 +10,10 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Final, cast
 
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
@@ -797,15 +799,83 @@ class _Batch:
         return chosen
 
 
+@dataclass(kw_only=True)
+class _Reached:
+    """Tensors that steps on the CPU reach."""
+
+    # Positions of parameters that get a gradient, and of those that have it after the backward pass: hooks may step and
+    # clear it before.
+    with_gradient: set[int] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)
+    beside: dict[int, Tensor] = field(default_factory=dict)  # by identity: of modules beside the model
+
+    @contextmanager
+    def following(self, model: nn.Module, trained: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Follows steps in the block."""
+        known = set(model.modules())
+
+        def called(module: nn.Module, _inputs: Any) -> None:
+            if module not in known:
+                known.update(module.modules())
+                self.beside.update((id(tensor), tensor) for tensor in (*module.parameters(), *module.buffers()))
+
+        def add(position: int) -> Callable[[Any], None]:
+            return lambda _parameter: self.with_gradient.add(position)
+
+        # A hook of the caller's, which runs first, may have cleared the gradient already.
+        handles = [register_module_forward_pre_hook(called)]
+        handles += [each.register_post_accumulate_grad_hook(add(position)) for position, each in enumerate(trained)]
+        try:
+            with warnings.catch_warnings():
+                # Modules that are compiled warn of hooks that fire once more, which follow the same module twice here.
+                warnings.filterwarnings(
+                    "ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks"
+                )
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
 def _of_model(of: _Step) -> PeakPrediction:
-    meter, model, batch = CpuMeter(cuda=AMPERE), of.model, of.batch
-    if is_on_meta(model):
+    if is_on_meta(of.model):
         raise ArgumentError(
             "Small batches run on the CPU, where a model on meta has no memory", value="parameters on meta",
             remedy="Give a card, target='a100-80gb', or a model on the CPU",
         )  # fmt: skip
+    everything = set(range(len(of.trained)))
+    expected = _Reached(with_gradient=everything, kept=everything)
+    with _weights_as_they_were(of.trained):
+        found, reached = _from_probes(of, expected)
+        if reached != expected:
+            found, _ = _from_probes(of, reached)
+    if unused := everything - reached.with_gradient:
+        size = size_text(sum(of.trained[position].nbytes for position in unused))
+        told = f"Parameters of {size} get no gradient in small batches, and are counted without one"
+        found = replace(found, notices=(*found.notices, f"{told}, and without state of the optimizer"))
+    return found
+
+
+@contextmanager
+def _weights_as_they_were(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Restores parameters that hooks of a caller's may step in a backward pass."""
+    hooked = [each for each in parameters if each._post_accumulate_grad_hooks]
+    copies = [each.detach().clone() for each in hooked]
     try:
-        optimizer = measure_optimizer(of.trained, _as_on_a_gpu(of.make))
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in zip(hooked, copies, strict=True):
+                parameter.copy_(value)
+
+
+def _from_probes(of: _Step, expected: _Reached) -> tuple[PeakPrediction, _Reached]:
+    """Predicts from small batches that are expected to reach some tensors; returns those that they reached, too."""
+    meter, model, batch, reached = CpuMeter(cuda=AMPERE), of.model, of.batch, _Reached()
+    unused = set(range(len(of.trained))) - expected.with_gradient
+    try:
+        make = partial(_made_for, model, of.trained, _as_on_a_gpu(of.make))
+        optimizer = measure_optimizer(of.trained, make, unused=unused)
     except (TypeError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
@@ -820,17 +890,20 @@ def _of_model(of: _Step) -> PeakPrediction:
     def step(rows: NDArray[np.int64]) -> None:
         try:
             if of.loop.keeps_alive:
-                for parameter in of.trained:
-                    parameter.grad = None if id(parameter) in sparse else torch.zeros_like(parameter)
+                for position, parameter in enumerate(of.trained):
+                    is_alive = position in expected.kept and id(parameter) not in sparse
+                    parameter.grad = torch.zeros_like(parameter) if is_alive else None
             is_first = of.loop.accumulation_steps == 1
             # Sparse gradients grow with each batch that they are added up over.
             for _ in range(max(of.loop.accumulation_steps, 2) if sparse and of.loop.keeps_alive else 1):
                 of.loop.backward(lambda: of.loss(rows, "cpu"), of.trained, is_first=is_first)
         finally:
+            kept = (position for position, parameter in enumerate(of.trained) if parameter.grad is not None)
+            reached.kept.update(kept)
             for parameter in model.parameters():
                 parameter.grad = None
 
-    resident = [*model.parameters(), *model.buffers()]
+    resident = [*model.parameters(), *model.buffers(), *expected.beside.values()]
     resident_bytes = sum(tensor.nbytes for tensor in resident)
     work = Workload(
         run=step,
@@ -842,7 +915,7 @@ def _of_model(of: _Step) -> PeakPrediction:
         gradient_bytes=optimizer.parameter_bytes,
     )
     explains = False
-    with left_as_it_was(model, meter):
+    with left_as_it_was(model, meter), reached.following(model, of.trained):
         fit = probe(work, meter)
         law, cost = fit.model, float(batch.totals @ fit.model.coefficients)
         peak = law.base_bytes + cost
@@ -856,10 +929,13 @@ def _of_model(of: _Step) -> PeakPrediction:
         else:
             with CatchOutOfMemory():
                 law, peak, explains = _beyond_probes(work, meter, batch, fit)
-    optimizer_step = resident_bytes + optimizer.parameter_bytes + optimizer.state_bytes + optimizer.transient_bytes
+    optimizer_step = resident_bytes + optimizer.state_bytes
+    if expected.kept:
+        optimizer_step += optimizer.parameter_bytes + optimizer.transient_bytes
     means = tuple(batch.counts.mean(axis=0).tolist())
     phase = SearchResult(model=law, tuned_limit=math.inf, capped=True, mean_totals=means)
     peak = max(peak, float(optimizer_step))
+    reached.kept &= reached.with_gradient
     return PeakPrediction(
         tensors=_around(peak, law.half_width(batch.totals)),
         parts=_line_parts(peak, law.base_bytes),
@@ -868,7 +944,7 @@ def _of_model(of: _Step) -> PeakPrediction:
             device_key=meter.key, capacity_bytes=meter.capacity_bytes, training=phase, evaluation=phase,
             optimizer_peak_bytes=optimizer_step, gradient_bytes=optimizer.parameter_bytes,
         ),
-    )  # fmt: skip
+    ), reached  # fmt: skip
 
 
 def _beyond_probes(work: Workload, meter: CpuMeter, batch: _Batch, fit: ProbeFit) -> tuple[CostModel, float, bool]:
@@ -959,6 +1035,13 @@ def _as_on_a_gpu(make: MakeOptimizer) -> MakeOptimizer:
         if not hasattr(optimizer, "param_groups"):
             raise ArgumentError("A function that makes an optimizer returns it", value=shown(optimizer),
                                 remedy="Give optimizer=lambda parameters: torch.optim.AdamW(parameters)")  # fmt: skip
+        given = {id(parameter) for parameter in parameters}
+        if not any(id(parameter) in given for group in optimizer.param_groups for parameter in group["params"]):
+            raise ArgumentError(
+                "An optimizer is made for the parameters that its function is given, or that the model has then",
+                value="it steps none of them",
+                remedy="Make it in the function: optimizer=lambda parameters: torch.optim.AdamW(parameters)",
+            )
         for group in optimizer.param_groups:
             # PyTorch's own default for parameters on a GPU; on a CPU it is a loop, which takes less.
             if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
@@ -966,6 +1049,26 @@ def _as_on_a_gpu(make: MakeOptimizer) -> MakeOptimizer:
         return cast("Optimizer", optimizer)
 
     return made
+
+
+def _made_for(
+    model: nn.Module, trained: Sequence[nn.Parameter], make: MakeOptimizer, shadows: Sequence[nn.Parameter]
+) -> Optimizer:
+    """Makes an optimizer for the shadows of parameters, which are the model's meanwhile: the function that makes it may
+    read them there.
+    """
+    of_parameter = {id(parameter): shadow for parameter, shadow in zip(trained, shadows, strict=True)}
+    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    held = [(module, dict(module._parameters)) for module in modules]
+    try:
+        for module, parameters in held:
+            module._parameters.update(
+                {name: of_parameter.get(id(parameter), parameter) for name, parameter in parameters.items()}
+            )
+        return make(shadows)
+    finally:
+        for module, parameters in held:
+            module._parameters.update(parameters)
 
 
 def _counted(batch: Any) -> _Batch:

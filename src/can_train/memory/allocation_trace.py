@@ -182,12 +182,21 @@ class Labels:
                 if tensor is not None:
                     self._parameters.setdefault(id(tensor), (self._names[id(module)], leaf))
 
+    def _name_weights(self, model: nn.Module, number_of: Callable[[Tensor], Iterable[int]]) -> None:
+        self._read_parameters(model)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            self._mark(WEIGHTS, number_of(tensor), self._parameters[id(tensor)])
+
+    def add(self, beside: nn.Module, number_of: Callable[[Tensor], Iterable[int]]) -> None:
+        """Adds a module beside the model, whose submodules are named after its class."""
+        for name, module in beside.named_modules(prefix=type(beside).__name__):
+            self._names.setdefault(id(module), name)
+        self._name_weights(beside, number_of)
+
     @contextmanager
     def following(self, number_of: Callable[[Tensor], Iterable[int]]) -> Iterator[None]:
         """Follows modules and optimizers during the block; `number_of` returns the allocations of a tensor."""
-        self._read_parameters(self._model)
-        for tensor in [*self._model.parameters(), *self._model.buffers()]:
-            self._mark(WEIGHTS, number_of(tensor), self._parameters[id(tensor)])
+        self._name_weights(self._model, number_of)
 
         def before(optimizer: Optimizer, *_: Any) -> None:
             self._optimizers.append(type(optimizer).__name__)
@@ -331,6 +340,11 @@ class AllocationRecorder(StorageTracker[int]):
         """Labels allocations during the block."""
         with self._labels.following(self._numbers_of):
             yield
+
+    def add_weights(self, beside: nn.Module) -> None:
+        """Counts the weights and buffers of a module beside the model from now on."""
+        self.seed_resident([*beside.parameters(), *beside.buffers()])
+        self._labels.add(beside, self._numbers_of)
 
     @contextmanager
     def kernel(self, name: str) -> Iterator[None]:

@@ -29,6 +29,7 @@ from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.attention import SDPBackend
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -139,9 +140,10 @@ def compute_on_cuda(  # noqa: PLR0913 - the GPU, and how it is stood in for
 ) -> Result:
     """Returns the result of a function that runs a program on a CUDA GPU whose allocations are recorded.
 
-    The model is on the GPU from the start, and so are its inputs. Other tensors go there when an operation first
-    combines them with a tensor on the GPU. Integers have values on the GPU, too, and may decide shapes; floating-point
-    numbers have none, apart from single numbers outside the GPU.
+    The model is on the GPU from the start, and so are its inputs. Other modules go there when they are called first,
+    with their inputs, and other tensors when an operation first combines them with a tensor on the GPU. Integers have
+    values on the GPU, too, and may decide shapes; floating-point numbers have none, apart from single numbers outside
+    the GPU.
 
     Args:
         model: A model on any device, `meta` included; nothing of this process changes.
@@ -369,6 +371,7 @@ class _Recorder(AllocationRecorder):
         self._values = WeakIdKeyDictionary()  # integers on the GPU, to tensors of the host
         self._has_cublas: set[bool] = set()  # threads with a workspace: the backward pass's (True), the forward's
         self._model = model
+        self._known: set[nn.Module] = set()  # modules on the GPU
         # Nodes of a backward pass run in two threads, where some tensors are outside the GPU; all threads share the
         # state of fake tensors.
         self._one_by_one = RLock()
@@ -399,10 +402,6 @@ class _Recorder(AllocationRecorder):
         def never_run(*args: Any, **kwargs: Any) -> Any:
             raise NotImplementedError("a kernel was run on a fake tensor")
 
-        def move_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            # Autograd must see the move: inputs may need gradients.
-            return tree_map_only(Tensor, lambda given: given if is_on_gpu(given) else given.to("cuda"), (args, kwargs))
-
         # A library's kernels go with it.
         self._libraries = [
             register("CUDA", dict.fromkeys(_FUSED_ON_CUDA, never_run)), register("AutogradCUDA", self._kernels)
@@ -410,8 +409,10 @@ class _Recorder(AllocationRecorder):
         _pretend_cuda(self._capability_asked)
         torch.cuda.empty_cache = self.release_cached
         with self._fake:
-            self._move_model()
-        self._model.register_forward_pre_hook(move_inputs, with_kwargs=True)
+            self._move_tensors(self._model)
+        self._model.register_forward_pre_hook(_with_inputs_on_gpu, with_kwargs=True)
+        self._known = set(self._model.modules())
+        register_module_forward_pre_hook(self._take_in)
         self.seed_resident([*self._model.parameters(), *self._model.buffers()])
         with self._fake, self, self.following():
             return compute()
@@ -582,21 +583,42 @@ class _Recorder(AllocationRecorder):
         with self._fake, self:
             return tensor.detach().to("cuda")
 
-    def _move_model(self) -> None:
-        """Replaces parameters and buffers by fake tensors on the GPU; modules go on sharing shared tensors."""
-        for module in self._model.modules():
-            for tensors in (module._parameters, module._buffers):
-                for name, tensor in tensors.items():
-                    if tensor is not None and tensor not in self._on_gpu:
-                        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
-                        is_parameter = isinstance(tensor, nn.Parameter)
-                        self._on_gpu[tensor] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
-                        if not (tensor.is_floating_point() or tensor.is_meta):
-                            self._values[self._on_gpu[tensor]] = tensor
-                    if tensor is not None:
-                        tensors[name] = self._on_gpu[tensor]
-            if isinstance(module, nn.RNNBase):
-                module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+    def _take_in(self, module: nn.Module, args: Any) -> Any:
+        """Puts a module beside the model, a teacher for example, on the GPU before it is called, as the program's owner
+        does. Where numbers of the host have values, a module without an input on the GPU computes there: it prepares
+        data.
+        """
+        if torch.compiler.is_compiling() or module in self._known:
+            return None
+        if self._real_host and not any(is_on_gpu(given) for given in tree_iter(args)):
+            return None
+        self._known.update(module.modules())
+        # A compiled module wraps the model.
+        if all(map(is_on_gpu, chain(module.parameters(), module.buffers()))):
+            return None
+        with self._fake:
+            self._move_tensors(module)
+        self.add_weights(module)
+        module.register_forward_pre_hook(_with_inputs_on_gpu, with_kwargs=True, prepend=True)
+        return _with_inputs_on_gpu(module, args, {})[0]
+
+    def _move_tensors(self, model: nn.Module) -> None:
+        """Makes fake tensors on the GPU of parameters and buffers, which stay the same objects: hooks and optimizers
+        refer to them.
+        """
+        for module in model.modules():
+            for tensor in chain(module._parameters.values(), module._buffers.values()):
+                if tensor is None or is_on_gpu(tensor):
+                    continue
+                made = self._on_gpu.pop(tensor, None)
+                if made is None:
+                    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+                if isinstance(tensor, nn.Parameter):
+                    made = nn.Parameter(made, tensor.requires_grad)
+                has_values = not (tensor.is_floating_point() or tensor.is_meta)
+                _swap(tensor, made)
+                if has_values:
+                    self._values[tensor] = made
 
     def _take_workspaces(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Records the memory that CUDA's libraries take for an operation in addition to its results."""
@@ -611,6 +633,27 @@ class _Recorder(AllocationRecorder):
             with self.library(name):
                 for size in filter(None, sizes):
                     self._free(self._allocate(size))
+
+
+def _with_inputs_on_gpu(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    # Autograd must see the move: inputs may need gradients.
+    return tree_map_only(Tensor, lambda given: given if is_on_gpu(given) else given.to("cuda"), (args, kwargs))
+
+
+def _swap(tensor: Tensor, other: Tensor) -> None:
+    """Swaps the contents of two tensors, apart from hooks and attributes, which the first one keeps.
+
+    Source: torch/utils/__init__.py, `swap_tensors`, which refuses tensors with hooks or weak references.
+    """
+    hooks, later_hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    tensor.__class__, other.__class__ = other.__class__, tensor.__class__
+    vars(tensor).update({**vars(other), **vars(tensor)})
+    torch._C._swap_tensor_impl(tensor, other)
+    # Hooks are registered with the content.
+    if hooks:
+        tensor._backward_hooks = hooks
+    if later_hooks:
+        tensor._post_accumulate_grad_hooks = later_hooks
 
 
 def _selected(inputs: Tensor, mask: Tensor) -> Tensor:
