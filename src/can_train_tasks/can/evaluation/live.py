@@ -42,7 +42,7 @@ from can_train_tasks.can.data.graphs import (
 from can_train_tasks.can.evaluation.alarms import LEAST_USUAL_WINDOWS, Cause, Explainer, named_causes
 from can_train_tasks.can.evaluation.bursts import EACH_WINDOW, JOIN_S, alarm_hold
 from can_train_tasks.can.evaluation.calibration import LEAST_CALIBRATION_WINDOWS, BenignScores, Calibration
-from can_train_tasks.can.evaluation.live_input import SILENCE_S, BusErrors, FrameInput, Unread, open_input
+from can_train_tasks.can.evaluation.live_input import SILENCE_S, BusErrors, FrameInput, Unread, error_text, open_input
 from can_train_tasks.can.evaluation.metrics import Threshold
 from can_train_tasks.can.evaluation.options import AlarmRule, Hold
 from can_train_tasks.can.evaluation.self_check import ClockCheck, Finding, IdCheck, LineCheck, LoadCheck
@@ -287,7 +287,8 @@ class LiveBus:
         self._last_s = 0.0
         self._errors = self._bus_offs = 0  # error frames so far, and bus-off frames so far
         self._told_s: dict[str, float] = {}  # time of the last event about error frames, by kind of event
-        self._untold = 0  # error frames since the last event about error frames
+        self._untold = self._classes = 0  # error frames since the last event about error frames, and their classes
+        self._failed_s = 0.0  # time of the last error frame
         self._clock, self._ids = ClockCheck(), IdCheck(model.vocabulary)
         self._load = LoadCheck(model.finished.result.get("judgement", {}).get("bus_load"))
         self._new_gaps: dict[int, float] = {}  # shortest time in seconds between frames of each new ID
@@ -312,19 +313,24 @@ class LiveBus:
         return _silence(None if self._first_s is None else self._last_s)
 
     def fail(self, errors: BusErrors) -> Iterator[LiveEvent]:
-        """Takes error frames; yields an event for the first ones, and then one event each `ERRORS_S`."""
+        """Takes error frames; yields an event for the first one, and then one event each `ERRORS_S`."""
         self._errors += errors.error_frames
         self._bus_offs += errors.bus_offs
         self._untold += errors.error_frames
-        time_s = self._last_s if errors.time_s is None else errors.time_s
+        self._classes |= errors.classes
+        self._failed_s = time_s = self._last_s if errors.time_s is None else errors.time_s
         if errors.bus_offs and self._is_new("bus_off", time_s):
             yield LiveEvent(text=f"{time_s:.6f} s: BUS OFF, the controller takes no part in the bus",
                             record={"event": "bus_off", "time": time_s})  # fmt: skip
         if self._is_new("error_frames", time_s):
-            why = f" ({errors.text()})" if errors.text() else ""
-            record = {"event": "error_frames", "time": time_s, "count": self._untold, "text": errors.text()}
-            yield LiveEvent(text=f"{time_s:.6f} s: {counted(self._untold, 'error frame')}{why}", record=record)
-            self._untold = 0
+            yield self._tell_errors()
+
+    def _tell_errors(self) -> LiveEvent:
+        """Counts the error frames since the last such event."""
+        count, text, self._untold, self._classes = self._untold, error_text(self._classes), 0, 0
+        why = f" ({text})" if text else ""
+        record = {"event": "error_frames", "time": self._failed_s, "count": count, "text": text}
+        return LiveEvent(text=f"{self._failed_s:.6f} s: {counted(count, 'error frame')}{why}", record=record)
 
     def _is_new(self, kind: str, time_s: float) -> bool:
         """Returns whether the last event of this kind is `ERRORS_S` ago, and then notes the new event's time."""
@@ -333,10 +339,12 @@ class LiveBus:
         self._told_s[kind] = time_s
         return True
 
-    def finish(self) -> LiveEvent | None:
-        """Ends the alarm that is raised, if one is."""
-        ended = self.alarms.finish()
-        return None if ended is None else _ended(ended)
+    def finish(self) -> Iterator[LiveEvent]:
+        """Counts the error frames that no event has counted, and ends the alarm that is raised, if one is."""
+        if self._untold:
+            yield self._tell_errors()
+        if (ended := self.alarms.finish()) is not None:
+            yield _ended(ended)
 
     def summary(self) -> list[str]:
         """Counts frames, windows and alarms, in sentences."""
@@ -461,9 +469,8 @@ class LiveDetector:
         yield from self.finish()
 
     def finish(self) -> Sequence[LiveEvent]:
-        """Ends the alarms that are raised."""
-        ended = [(bus, event) for bus in self._buses.values() if (event := bus.finish()) is not None]
-        return [told for bus, event in ended for told in self._named(bus, [event])]
+        """Ends the alarms that are raised, and counts the last error frames."""
+        return [event for bus in self._buses.values() for event in self._named(bus, list(bus.finish()))]
 
     def summary(self) -> Sequence[str]:
         """Counts frames, windows, alarms and malformed lines, in sentences."""

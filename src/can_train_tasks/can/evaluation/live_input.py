@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
 from operator import or_
@@ -93,10 +92,10 @@ class BusFrames(NamedTuple):
 
 
 class BusErrors(NamedTuple):
-    """Error frames of one bus, which arrived together."""
+    """An error frame of one bus, or several that have no times."""
 
     channel: str
-    time_s: float | None  # time of the first error frame; None where the input has no time
+    time_s: float | None  # None where the input has no time
     error_frames: int
     bus_offs: int  # error frames that report that the controller left the bus
     classes: int  # bits of `ERROR_CLASSES`
@@ -107,9 +106,10 @@ class BusErrors(NamedTuple):
         classes = reduce(or_, kinds, 0)
         return cls(channel, time_s, len(kinds), sum(1 for kind in kinds if kind & BUS_OFF), classes)
 
-    def text(self) -> str:
-        """Names the classes of the errors; empty where the input does not tell the classes."""
-        return ", ".join(name for bit, name in ERROR_CLASSES.items() if self.classes & bit)
+
+def error_text(classes: int) -> str:
+    """Names the classes of errors, which are bits of `ERROR_CLASSES`; empty where the input does not tell them."""
+    return ", ".join(name for bit, name in ERROR_CLASSES.items() if classes & bit)
 
 
 class Unread(NamedTuple):
@@ -416,19 +416,25 @@ class TextInput(FrameInput):
         return misread
 
     def _errors(self, lines: list[str | None], count: int, grammar: Grammar) -> Iterator[BusErrors]:
-        """Yields the `count` error frames among lines, bus by bus where the lines name the bus."""
+        """Yields the `count` error frames among lines, each by itself where the lines have their times."""
         matches = [match for line in lines if line and (match := _ERROR_LINE.match(line))]
         if not grammar.name.startswith("candump") or len(matches) != count:
             yield BusErrors("", None, count, 0, 0)
             return
-        for channel in dict.fromkeys(match["channel"] for match in matches):
-            of_bus = [match for match in matches if match["channel"] == channel]
-            time_s = None
-            # Time differences are not the time of an error frame.
-            if not (self._deltas or grammar.dated):
-                with suppress(ValueError):
-                    time_s = float(of_bus[0]["time"])
-            yield BusErrors.of(channel, time_s, [int(match["id"], 16) & MAX_CAN_ID for match in of_bus])
+        # Time differences are not the time of an error frame.
+        untimed: dict[str, list[int]] = {}
+        for match in matches:
+            channel, kind = match["channel"], int(match["id"], 16) & MAX_CAN_ID
+            try:
+                time_s = math.nan if self._deltas or grammar.dated else float(match["time"])
+            except ValueError:
+                time_s = math.nan
+            if math.isfinite(time_s):
+                yield BusErrors.of(channel, time_s, [kind])
+            else:
+                untimed.setdefault(channel, []).append(kind)
+        for channel, kinds in untimed.items():
+            yield BusErrors.of(channel, None, kinds)
 
     def _recognise(self, lines: Sequence[str | None], *, final: bool) -> Grammar | None:
         """Finds the grammar that reads most of the first lines.
@@ -649,10 +655,9 @@ class BusInput(FrameInput):
         self._bus.shutdown()
 
     def _errors(self, messages: Sequence[Any]) -> Iterator[BusErrors]:
-        for channel in dict.fromkeys(map(_channel, messages)):
-            of_bus = [message for message in messages if _channel(message) == channel]
-            kinds = [message.arbitration_id if message.dlc == _SOCKETCAN_LENGTH else 0 for message in of_bus]
-            yield from self._counted(BusErrors.of(channel, of_bus[0].timestamp, kinds))
+        for message in messages:
+            kind = message.arbitration_id if message.dlc == _SOCKETCAN_LENGTH else 0
+            yield from self._counted(BusErrors.of(_channel(message), message.timestamp, [kind]))
 
     def _frames(self, messages: Sequence[Any]) -> Iterator[BusFrames]:
         good = [message for message in messages if len(message.data) <= _most_bytes(message)]

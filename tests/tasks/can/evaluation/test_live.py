@@ -330,12 +330,25 @@ def test_error_frames_and_a_bus_that_is_off_raise_events(tmp_path: Path) -> None
     text = candump(frames) + burst + error.format(3.5, 0x20000040) + error.format(3.6, 0x20000100)
     watched = Watched(injected_run("gat"), text, tmp_path, AlarmRule(threshold=1e9))
     assert [event.text for event in watched.events] == [
-        "2.000000 s: BUS OFF, the controller takes no part in the bus",
-        "2.000000 s: 502 error frames (protocol violation, bus off, controller restarted)",
+        "2.000000 s: 1 error frame (protocol violation)",
+        "3.500000 s: BUS OFF, the controller takes no part in the bus",
+        "3.500000 s: 500 error frames (protocol violation, bus off)",
+        "3.600000 s: 1 error frame (controller restarted)",
     ]
-    assert watched.of("bus_off") == [{"event": "bus_off", "time": 2.0, "bus": "can0"}]
+    assert watched.of("bus_off") == [{"event": "bus_off", "time": 3.5, "bus": "can0"}]
     assert "502 error frames, 1 of them bus off" in watched.summary
     assert "malformed" not in watched.summary
+
+
+@pytest.mark.parametrize("read_bytes", [500, 2**20])
+def test_error_frames_are_counted_each_second_however_many_arrive_together(
+    read_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_input, "READ_BYTES", read_bytes)
+    errors = "".join(f"({10 + number / 10:.6f}) can0 20000080#0000000000000000\n" for number in range(35))
+    events = Watched(injected_run("gat"), candump(drive(100)) + errors, tmp_path).of("error_frames")
+    assert [(event["time"], event["count"]) for event in events] == [(10.0, 1), (11.0, 10), (12.0, 10), (13.0, 10),
+                                                                     (13.4, 4)]  # fmt: skip
 
 
 def test_faults_of_the_input_are_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,15 @@ import pytest
 from can_train.errors import ConfigError, DataError
 from can_train_tasks.can.data.graphs import Frames
 from can_train_tasks.can.evaluation import live_input
-from can_train_tasks.can.evaluation.live_input import BusErrors, BusFrames, BusInput, FrameInput, TextInput, open_input
+from can_train_tasks.can.evaluation.live_input import (
+    BusErrors,
+    BusFrames,
+    BusInput,
+    FrameInput,
+    TextInput,
+    error_text,
+    open_input,
+)
 from can_train_tasks.can.settings import CanDatasetSettings
 from fakes.candump import candump
 from fakes.random_bus import injected_frames, random_frames, write_log
@@ -361,9 +369,9 @@ def test_error_frames_are_told_with_their_bus_and_what_they_mean(tmp_path: Path)
     for text in (timed, log + timed):
         (tmp_path / "input").write_text(text)
         source = open_input(str(tmp_path / "input"), SETTINGS)
-        (found,) = (batch for batch in source.batches() if isinstance(batch, BusErrors))
-        assert found == BusErrors("can1", 1.0, 2, 1, 0x44)
-        assert found.text() == "controller problem, bus off"
+        found = [batch for batch in source.batches() if isinstance(batch, BusErrors)]
+        assert found == [BusErrors("can1", 1.0, 1, 0, 0x4), BusErrors("can1", 1.2, 1, 1, 0x40)]
+        assert error_text(0x44) == "controller problem, bus off"
         assert (source.errors, source.bus_offs, source.malformed.total()) == (2, 1, 0)
         source.close()
 
