@@ -307,10 +307,13 @@ class LiveBus:
         judged = (self._judge(block, score, contribute) for block in self._builder.feed(frames))
         yield from _by_time(findings, chain.from_iterable(judged))
 
-    def silence(self) -> LiveEvent:
-        """Marks the bus as silent; returns the event."""
+    def silence(self) -> Iterator[LiveEvent]:
+        """Marks the bus as silent, and ends the alarm that is raised, if one is."""
         self.is_silent = True
-        return _silence(None if self._first_s is None else self._last_s)
+        # The next window may never be full: a bus is often dead after a flood.
+        if (ended := self.alarms.finish()) is not None:
+            yield _ended(ended)
+        yield _silence(None if self._first_s is None else self._last_s)
 
     def fail(self, errors: BusErrors) -> Iterator[LiveEvent]:
         """Takes error frames; yields an event for the first one, and then one event each `ERRORS_S`."""
@@ -517,7 +520,7 @@ class LiveDetector:
         now_s = time.monotonic()
         for bus in self._buses.values():
             if not bus.is_silent and now_s - bus.arrived_s >= least_s:
-                yield from self._named(bus, [bus.silence()])
+                yield from self._named(bus, bus.silence())
 
 
 def _calibration_summary(calibration: Calibration) -> list[str]:

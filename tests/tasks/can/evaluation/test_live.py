@@ -419,6 +419,19 @@ def test_silence_and_its_end_are_told_and_leave_the_windows_as_they_are(tmp_path
     live.close()
 
 
+def test_an_alarm_ends_while_the_bus_is_silent(tmp_path: Path) -> None:
+    frames = drive(1_000)
+    (tmp_path / "input.txt").write_text(candump(frames))
+    live = LiveRun(DetectionRequest(run=injected_run("gat"), source=str(tmp_path / "input.txt")))
+    detector: Any = live._detector
+    detector._input.batches = lambda: iter([bus(frames[:305]), None, None, bus(frames[305:])])
+    kinds = [event.record["event"] for event in live.events()]
+    until = kinds.index("resumed")
+    assert kinds[:until] == ["alarm", "alarm_end", "silence"]
+    assert kinds.count("alarm") == kinds.count("alarm_end")
+    live.close()
+
+
 def test_a_can_interface_is_watched_as_a_pipe_is() -> None:
     can = pytest.importorskip("can", reason="python-can is not installed")
     source = "virtual:test-live"
