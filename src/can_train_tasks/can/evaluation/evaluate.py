@@ -49,6 +49,7 @@ from can_train_tasks.can.evaluation.metrics import Threshold
 from can_train_tasks.can.evaluation.options import AlarmRule, EvaluationOptions, Hold
 from can_train_tasks.can.evaluation.rules import RuleScale
 from can_train_tasks.can.evaluation.scored_windows import log_ranks, window_columns, windows_of
+from can_train_tasks.can.evaluation.self_check import coarse_clock_notes
 from can_train_tasks.can.fusion.agent import FinishedFusion
 from can_train_tasks.can.fusion.mixes import BEST_MIX, mix_from_plain, with_choices
 from can_train_tasks.can.fusion.mixing import WEIGHT, WindowScores, as_log_odds
@@ -291,7 +292,7 @@ class WindowEvaluation(Evaluation):
             baselines = Baselines((*constant_baselines(), lookup), dict.fromkeys(FITTED_BASELINES, _NOT_FITTED))
         judgement = judging.judge_at(data.flat, split, detectors, baselines, hold)
         judgement["absent"] |= self._absent
-        for name in ("benign", "rare_ids", "bases", "bus_load", "rules", "learned"):
+        for name in ("benign", "rare_ids", "bases", "bus_load", "clock_us", "rules", "learned"):
             if self.own_split and name in self._result:
                 judgement[name] = self._result[name]
         samples, rows = self._samples(split, detectors[judging.TRAINED].scores.test, chosen.value)
@@ -301,7 +302,7 @@ class WindowEvaluation(Evaluation):
             rows=rows,
             threshold=chosen.value,
             hold=alarm_hold(rule),
-            notes=[*notes, *self._id_notes(), *_notes(chosen, judgement["absent"])],
+            notes=[*notes, *self._bus_notes(), *_notes(chosen, judgement["absent"])],
         )
 
     def _final_scores(self, model: WindowModel, raw: FolderScores) -> judging.ModelScores:
@@ -461,8 +462,11 @@ class WindowEvaluation(Evaluation):
         where = "" if self.own_split else f", in {self._run.dataset.name}"
         return Threshold(value=record["threshold"], rule=f"{record['threshold_rule']}{where}")
 
-    def _id_notes(self) -> list[str]:
-        """Counts the IDs that are new to a model with an ID embedding; names the IDs that training may have missed."""
+    def _bus_notes(self) -> list[str]:
+        """Counts the IDs that are new to a model with an ID embedding, and names the IDs that training may have missed.
+
+        Names the logs with a coarser clock than in training, too.
+        """
         flat, weights, notes = self._data.flat, self._model.finished.weights, list[str]()
         if self.own_split:
             return notes
@@ -472,6 +476,7 @@ class WindowEvaluation(Evaluation):
             known = f"{len(flat.ids) - len(unknown)} of the {len(flat.ids)}"
             knows = f"The model knows {known} CAN IDs, not {_named_ids(unknown)}"
             notes.append(f"{knows}; a model that is trained with dataset.identity=false needs to know none")
+        notes += coarse_clock_notes(flat, self._rows, self._result.get("clock_us"))
         return [*notes, *new_id_notes(self._result, new_id_gaps(flat, self._rows, self._model.vocabulary))]
 
     def _samples(

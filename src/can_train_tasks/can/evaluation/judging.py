@@ -35,7 +35,7 @@ from can_train_tasks.can.evaluation.bursts import (
 from can_train_tasks.can.evaluation.calibration import BenignScores
 from can_train_tasks.can.evaluation.options import Hold
 from can_train_tasks.can.evaluation.rules import RareWindows, Rules, RuleScale, learned, learned_notes
-from can_train_tasks.can.evaluation.self_check import highest_load
+from can_train_tasks.can.evaluation.self_check import clock_step_us, highest_load
 from can_train_tasks.can.inputs import rare_id_notes, rare_ids, training_bases
 from can_train_tasks.can.settings import BEHAVIOUR_FEATURES, NOTHING_TESTED
 
@@ -183,8 +183,9 @@ class Judgement(ThresholdRecord):
     detector. Data that no run was trained on have no validation part. `benign` is the distribution of scores over the
     benign validation windows (see `BenignScores`), `rare_ids` names the CAN IDs whose timing training was too short to
     tell (see `inputs.rare_ids`), `bases` has the number bases of the training data (see `training_bases`), `bus_load`
-    is the highest number of frames a second in benign training drives (see `highest_load`), `rules` has the rules that
-    raise the scores of networks (see `Rules`), `learned` what training had for them (see `rules.learned`).
+    is the highest number of frames a second in benign training drives (see `highest_load`), `clock_us` the coarsest
+    steps of a clock in training (see `clock_step_us`), `rules` has the rules that raise the scores of networks (see
+    `Rules`), `learned` what training had for them (see `rules.learned`).
     """
 
     validation: NotRequired[metrics.Metrics]
@@ -192,6 +193,7 @@ class Judgement(ThresholdRecord):
     rare_ids: NotRequired[dict[str, Any]]
     bases: NotRequired[dict[str, str]]
     bus_load: NotRequired[float | None]
+    clock_us: NotRequired[int | None]
     rules: NotRequired[dict[str, Any]]
     learned: NotRequired[dict[str, int]]
     test: dict[str, FolderJudgement]
@@ -233,6 +235,7 @@ def judge(
     judgement = judge_at(flat, split, detectors, own_baselines(flat, split, options), options.hold)
     judgement["rare_ids"] = rare_ids(flat, split.train)
     judgement["bus_load"] = highest_load(flat, split.train)
+    judgement["clock_us"] = clock_step_us(flat, split.train)
     judgement["bases"] = training_bases(flat, split.train)
     if not is_attack.all():
         timeline = Timeline.of(flat, split.validation[~is_attack])

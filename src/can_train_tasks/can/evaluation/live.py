@@ -45,7 +45,7 @@ from can_train_tasks.can.evaluation.calibration import LEAST_CALIBRATION_WINDOWS
 from can_train_tasks.can.evaluation.live_input import SILENCE_S, BusErrors, FrameInput, Unread, error_text, open_input
 from can_train_tasks.can.evaluation.metrics import Threshold
 from can_train_tasks.can.evaluation.options import AlarmRule, Hold
-from can_train_tasks.can.evaluation.self_check import ClockCheck, Finding, IdCheck, LineCheck, LoadCheck
+from can_train_tasks.can.evaluation.self_check import ClockCheck, Finding, IdCheck, LineCheck, LoadCheck, StepCheck
 from can_train_tasks.can.fusion.agent import FinishedFusion
 from can_train_tasks.can.inputs import new_id_gaps, new_id_notes, rare_id_notes, read_as_trained
 from can_train_tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
@@ -290,7 +290,8 @@ class LiveBus:
         self._untold = self._classes = 0  # error frames since the last event about error frames, and their classes
         self._failed_s = 0.0  # time of the last error frame
         self._clock, self._ids = ClockCheck(), IdCheck(model.vocabulary)
-        self._load = LoadCheck(model.finished.result.get("judgement", {}).get("bus_load"))
+        judgement = model.finished.result.get("judgement", {})
+        self._load, self._steps = LoadCheck(judgement.get("bus_load")), StepCheck(judgement.get("clock_us"))
         self._new_gaps: dict[int, float] = {}  # shortest time in seconds between frames of each new ID
 
     def see(self, frames: Frames, score: Compute, contribute: Compute) -> Iterator[LiveEvent]:
@@ -301,7 +302,7 @@ class LiveBus:
         self.is_silent, self.arrived_s = False, time.monotonic()
         self._first_s = float(frames.timestamp[0]) if self._first_s is None else self._first_s
         checks = (self._clock.see(frames.timestamp, self.arrived_s), self._ids.see(frames),
-                  self._load.see(frames.timestamp))  # fmt: skip
+                  self._load.see(frames.timestamp), self._steps.see(frames.timestamp))  # fmt: skip
         findings = list(chain.from_iterable(checks))
         self._last_s = float(frames.timestamp[-1])
         judged = (self._judge(block, score, contribute) for block in self._builder.feed(frames))

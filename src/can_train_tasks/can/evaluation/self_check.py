@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -26,6 +27,9 @@ STRANGE_S: Final = 2.0  # time and frames without an ID that training knew, afte
 STRANGE_FRAMES: Final = 100
 BACK_S: Final = 0.1  # a clock that steps back by more was set; interfaces that a recorder merges step back by less
 LOAD_S: Final = 1.0  # time over which a bus load is measured
+COARSE_US: Final = 500  # steps of a clock that blur the periods of IDs, where training knew finer ones
+STEP_FRAMES: Final = 1000  # frames that tell the steps of a clock
+_STEP_WINDOWS: Final = 20  # windows of a log that tell the steps of its clock
 LOAD_MARGIN: Final = 1.2  # a bus may carry this many times as many frames a second as in the benign training drives
 
 
@@ -182,6 +186,66 @@ class LoadCheck:
                           record={"event": "bus_load", "time": begin_s + LOAD_S, "frames_per_s": load,
                                   "usual_frames_per_s": usual})  # fmt: skip
         self._is_told = is_high
+
+
+class StepCheck:
+    """Notices a clock with coarser steps than the training logs had; `usual_us` is None where nobody measured."""
+
+    def __init__(self, usual_us: int | None) -> None:
+        self._usual_us = usual_us
+        self._first_s: float | None = None
+        self._frames = self._step_us = 0
+
+    def see(self, times: Floats) -> Iterator[Finding]:
+        """Takes the times [M] of the next frames."""
+        if self._usual_us is None or self._frames >= STEP_FRAMES:
+            return
+        times = times[: STEP_FRAMES - self._frames]
+        self._first_s = float(times[0]) if self._first_s is None else self._first_s
+        self._step_us = _clock_step_us(times, self._first_s, self._step_us)
+        self._frames += len(times)
+        if self._frames >= STEP_FRAMES and (text := _about_steps(self._step_us, self._usual_us)):
+            time_s = float(times[-1])
+            yield Finding(text=f"note: {text}", record={"event": "note", "time": time_s, "text": text})
+
+
+def _clock_step_us(times: Floats, first_s: float, step_us: int = 0) -> int:
+    """Returns the largest step in microseconds that all times [M], and earlier times of step `step_us`, are apart."""
+    return int(np.gcd.reduce(np.rint((times - first_s) * 1e6).astype(np.int64), initial=step_us))
+
+
+def _about_steps(step_us: int, usual_us: int) -> str:
+    if step_us < max(COARSE_US, 2 * usual_us):
+        return ""
+    steps, usual = (f"{each / 1000:g} ms" if each >= COARSE_US else f"{each} µs" for each in (step_us, usual_us))
+    return (f"The clock has steps of {steps}, and in the training logs of {usual}: gaps between frames look irregular, "
+            "which raises scores; record finer times, or train on logs of this clock")  # fmt: skip
+
+
+def clock_step_us(flat: FlatGraphs, rows: Ints) -> int | None:
+    """Returns the coarsest steps of the clocks of the logs of the windows `rows`; None where no clock moves."""
+    return max(_steps_of_logs(flat, rows).values(), default=0) or None
+
+
+def coarse_clock_notes(flat: FlatGraphs, rows: Ints, usual_us: int | None) -> list[str]:
+    """Tells of the logs of the windows `rows` whose clocks have coarser steps than the training logs."""
+    if usual_us is None:
+        return []
+    told = {source: _about_steps(step_us, usual_us) for source, step_us in _steps_of_logs(flat, rows).items()}
+    return [f"{Path(flat.sources[source].path).name}: {text[0].lower()}{text[1:]}"
+            for source, text in told.items() if text]  # fmt: skip
+
+
+def _steps_of_logs(flat: FlatGraphs, rows: Ints) -> dict[int, int]:
+    """Returns the steps of the clock of each log with enough of the windows `rows`."""
+    steps = {}
+    for source in np.unique(flat.source[rows]).tolist():
+        of_log = rows[flat.source[rows] == source]
+        # The times of a window's ends tell enough: of 40 times, a finer clock has one between two coarser steps.
+        if len(of_log) >= _STEP_WINDOWS:
+            times = np.concatenate([flat.start_time[of_log], flat.end_time[of_log]])
+            steps[source] = _clock_step_us(times, float(times[0]))
+    return steps
 
 
 def highest_load(flat: FlatGraphs, rows: Ints) -> float | None:

@@ -253,6 +253,16 @@ def test_the_summary_counts_frames_windows_and_what_was_left_out(tmp_path: Path)
     assert "1 line is malformed and left out" in watched.summary
 
 
+def test_a_clock_of_coarser_steps_than_in_training_is_told_as_evaluate_tells_it(tmp_path: Path) -> None:
+    frames = injected_frames(4_000, seed=1)
+    coarse = replace(frames, timestamp=np.round(frames.timestamp, 3))
+    notes = offline(injected_run("gat"), write_log(tmp_path / "other.csv", coarse), AlarmRule())["notes"]
+    (note,) = Watched(injected_run("gat"), candump(coarse), tmp_path).of("note")
+    assert note["text"].startswith("The clock has steps of 1 ms, and in the training logs of 1 µs: ")
+    assert any(f"other.csv: t{note['text'][1:]}" in each for each in notes)
+    assert not Watched(injected_run("gat"), candump(frames), tmp_path).of("note")
+
+
 def test_a_new_id_that_came_once_is_named_at_the_end_as_evaluate_names_it(tmp_path: Path) -> None:
     frames = drive()
     can_id = frames.can_id.copy()

@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from can_train_tasks.can.data.graphs import GraphBuilder
-from can_train_tasks.can.evaluation.self_check import ClockCheck, IdCheck, LineCheck, LoadCheck, highest_load
+from can_train_tasks.can.evaluation.self_check import (
+    ClockCheck,
+    IdCheck,
+    LineCheck,
+    LoadCheck,
+    StepCheck,
+    clock_step_us,
+    coarse_clock_notes,
+    highest_load,
+)
 from fakes.random_bus import cached_graphs, injected_frames
 
 KNOWN = np.arange(0x200, 0x20A)
@@ -114,3 +123,27 @@ def test_the_highest_load_of_training_is_over_a_second_of_a_benign_drive(tmp_pat
     assert highest_load(flat, np.delete(np.arange(len(flat)), np.arange(0, len(flat), 80))) is None
     short = cached_graphs(tmp_path / "short", [list(GraphBuilder(20, 20).feed(slow[:400]))])
     assert highest_load(short, np.arange(len(short))) is None
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+@pytest.mark.parametrize(("digits", "usual_us", "told"), [(3, 1, 1), (3, 100, 1), (4, 1, 0), (6, 1, 0), (3, 1_000, 0)])
+def test_a_clock_of_coarser_steps_than_in_training_is_told_once(
+    size: int, digits: int, usual_us: int, told: int
+) -> None:
+    times = np.round(1.7e9 + injected_frames(4_000).timestamp, digits)
+    check = StepCheck(usual_us)
+    found = [each for start in range(0, len(times), size) for each in check.see(times[start : start + size])]
+    assert len(found) == told
+    assert all("The clock has steps of 1 ms, and in the training logs of" in each.text for each in found)
+    assert list(StepCheck(None).see(times)) == []
+
+
+def test_the_steps_of_a_clock_are_known_from_the_windows_of_a_log(tmp_path: Path) -> None:
+    frames = injected_frames(4_000)
+    fine, coarse = (replace(frames, timestamp=np.round(1.7e9 + frames.timestamp, digits)) for digits in (6, 3))
+    flat = cached_graphs(tmp_path, [list(GraphBuilder(20, 20).feed(log)) for log in (fine, coarse)])
+    rows = np.arange(len(flat))
+    assert (clock_step_us(flat, rows[:200]), clock_step_us(flat, rows)) == (1, 1_000)
+    (note,) = coarse_clock_notes(flat, rows, 1)
+    assert note.startswith("1.log: the clock has steps of 1 ms, and in the training logs of 1 µs: ")
+    assert coarse_clock_notes(flat, rows, None) == coarse_clock_notes(flat, rows, 1_000) == []
