@@ -599,6 +599,44 @@ def test_a_scaled_step_that_runs_out_of_memory_is_that_of_the_same_parts_bit_by_
     assert torch.equal(rescued, scaled_step(result.micro_batches)[0])
 
 
+class HalfAndWhole(nn.Module):
+    """Under autocast, the gradient of `linear` is of float16, and the gradient of `gain` of float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1, bias=False)
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        return self.linear(x).sum() * factor + (x * self.gain).sum()
+
+
+@pytest.mark.parametrize(
+    ("size", "factor", "is_taken"),
+    # The mean of the gradients is 64 · size · factor in the linear layer, and 64 · size in gain.
+    [(1.1, 1.0, True), (1100.1, 1.0, False), (1100.1, 0.01, True)],
+    ids=["within float16", "beyond float16", "beyond float16 in float32 alone"],
+)
+def test_a_scaled_step_is_skipped_where_that_of_the_whole_batch_is(size: float, factor: float, is_taken: bool) -> None:
+    scales = []
+    for sizes in ((SAMPLES,), SIZES):
+        model, scaler = HalfAndWhole(), torch.amp.GradScaler("cpu", init_scale=64.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        costs, rules = cut_at(sizes)
+        batcher = MicroBatcher(model, rules=rules)
+        batcher.batch_dependence = UNKNOWN
+
+        def losses_of(start: int, stop: int, model: HalfAndWhole = model) -> Losses:
+            with torch.autocast("cpu", torch.float16):
+                return {"loss": (model(torch.full((stop - start, 4), size), factor), stop - start)}
+
+        batcher.run(losses_of, costs, scale=scaler.scale)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == [64.0 if is_taken else 32.0] * 2
+
+
 def test_a_model_in_ddp_is_refused(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

@@ -30,6 +30,7 @@ from can_train.fit.cost_model import DeviceLimits
 from can_train.fit.offloaded_state import OffloadedState, keep_states, refusal_of
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of
 from can_train.fit.peak_prediction import PeakPrediction
+from can_train.fit.precision import HalfGradients
 from can_train.fit.random_state import leaves_of, parameters_of
 from can_train.fit.rescue import Backoff, Ladder, RepeatedError, Rescue, RescueSettings, Try, Undo
 from can_train.fit.rungs import NOT_REPEATABLE, Rung, computed_on, is_not_repeatable, rungs_of
@@ -234,7 +235,7 @@ class _Totals:
         # They stay on the device: reading a number from it would make the host wait for it after every micro-batch.
         self._means: dict[str, Tensor] = {}
         self._denominators: dict[str, float | Tensor] = {}
-        self._sizes: list[int] = []
+        self.sizes: list[int] = []
         self.largest_cost = self._cost_after_rescue = 0.0
 
     def add(self, losses: Losses, part: Try, cost: float, *, rescued: bool) -> None:
@@ -244,7 +245,7 @@ class _Totals:
             self._means[term] = self._means[term].add_(mean) if term in self._means else mean
             earlier = self._denominators.get(term)
             self._denominators[term] = denominator if earlier is None else earlier + denominator
-        self._sizes.append(part.stop - part.start)
+        self.sizes.append(part.stop - part.start)
         self._cost_after_rescue = cost if rescued else max(self._cost_after_rescue, cost)
         self.largest_cost = max(self.largest_cost, cost)
 
@@ -255,7 +256,7 @@ class _Totals:
         return BatchResult(
             means=LateNumbers(self._means),
             denominators=numbers if all_known else LateNumbers(self._denominators),
-            micro_batches=tuple(self._sizes),
+            micro_batches=tuple(self.sizes),
             largest_cost=self.largest_cost,
             cost_after_rescue=self._cost_after_rescue,
             ooms_rescued=ooms,
@@ -405,6 +406,7 @@ class MicroBatcher:
         # Tensors beside the model's parameters that a backward pass gave gradients to, and the losses looked through.
         self._outside: list[weakref.ref[Tensor]] = []
         self._looked_through: set[tuple[str, ...]] = set()
+        self._halves = HalfGradients()
         self._trains_outside = False  # Whether there ever was such a tensor
         self.batch_dependence: BatchDependence | None = None
         self.compiled: CompiledModel | None = None
@@ -583,7 +585,7 @@ class MicroBatcher:
         together = nullcontext if self.shards is None else self.shards.together
         limit, rescue, totals = self.limit_for(costs), self._rescue, _Totals()
         ooms_before = ooms = rescue.ooms
-        with self._meter.active(tensors_of([self._model])):
+        with self._meter.active(tensors_of([self._model])), self._half_gradients(scale, totals.sizes):
             for part in self._rounds(rescue.tries(costs, limit), compute, undo, ("training", *trainable)):
                 is_repeatable, is_undone = self._repeating(part), undo.undo_scope()
                 with part, self._compiler(part), is_repeatable, is_undone, rescue.record_foreign_memory(), together():
@@ -612,6 +614,12 @@ class MicroBatcher:
         if self._split is None:
             return limit
         return replace(limit, planned=_planned(self._split(len(costs)), len(costs)))
+
+    def _half_gradients(self, scale: Callable[[Tensor], Tensor], sizes: Sequence[int]) -> AbstractContextManager[None]:
+        """Opens a span in which gradients of parts leave the range of float16 as that of the batch does."""
+        scaler = getattr(scale, "__self__", None)
+        is_scaled = isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()
+        return self._halves.of_parts(self._parameters, sizes) if is_scaled and self.shards is None else nullcontext()
 
     def _compiler(self, part: Try) -> AbstractContextManager[None]:
         return nullcontext() if self.compiled is None else self.compiled.trying(part)

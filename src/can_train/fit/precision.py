@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 from can_train.errors import ConfigError, first_sentence
 
 if TYPE_CHECKING:
     from can_train.config.settings import TrainingSettings
 
+_BEYOND_HALF: Final = 65_520.0  # numbers from here on are rounded to infinity in float16
+_LOOKED_AT: Final = 256  # numbers of a gradient that tell its format
 _AUTOCAST: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _IMAGE_DIMS: Final = 4  # Samples, channels, height and width; a convolution's weights have as many
 
@@ -35,6 +38,48 @@ class Precision:
     def context(self, device: torch.device) -> AbstractContextManager[Any]:
         """Opens the span of a forward pass."""
         return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)
+
+
+class HalfGradients:
+    """Gradients that autocast computes in float16 and casts to float32.
+
+    The gradient of a whole batch is infinite where its sum leaves the range of float16, so that the gradient scaler
+    skips the step. The gradients of parts are added up in float32, where the sum is finite: the step would be taken.
+    """
+
+    def __init__(self) -> None:
+        self._is_half = WeakIdKeyDictionary()  # parameters whose gradients have been looked at
+
+    @contextmanager
+    def of_parts(self, parameters: Sequence[nn.Parameter], sizes: Sequence[int]) -> Iterator[None]:
+        """Opens a span in which the gradient of a batch is computed.
+
+        Args:
+            parameters: Parameters; those that have a gradient already are left alone.
+            sizes: Sizes of the parts, once the span ends.
+        """
+        fresh = [one for one in parameters if one.requires_grad and one.grad is None and one.dtype is torch.float32]
+        handles = [one.register_post_accumulate_grad_hook(self._look) for one in fresh if one not in self._is_half]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        gradients = [one.grad for one in fresh if self._is_half.get(one) and one.grad is not None]
+        if len(sizes) > 1 and gradients:
+            norms = torch._foreach_norm(gradients, torch.inf)
+            highest = torch.stack([norm.to(gradients[0].device) for norm in norms]).max()
+            # Nothing is read: the host does not wait.
+            gradients[0].add_(torch.where(highest >= _BEYOND_HALF, torch.inf, 0.0))
+
+    def _look(self, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        if parameter in self._is_half or type(gradient) is not Tensor or gradient.layout is not torch.strided:
+            return
+        few = gradient.flatten()[:_LOOKED_AT] if gradient.is_contiguous() else gradient[:1].flatten()[:_LOOKED_AT]
+        # Zeros are numbers of every format, and infinite ones may come from anywhere.
+        if few.isfinite().all() and few.any():
+            self._is_half[parameter] = torch.equal(few.half().to(few.dtype), few)
 
 
 def is_inexact(tensor: Tensor) -> bool:
