@@ -69,6 +69,9 @@ class _WindowTooLargeError(Exception):
     """A compressed text refers back over more than `WINDOW_BYTES`."""
 
 
+UTF16_MARKS: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
 class _Converted:
     """A stream of the bytes that a generator yields in parts."""
 
@@ -170,7 +173,9 @@ _ARCHIVES: Final = (
 )
 
 
-class _Stream(NamedTuple):
+class TextStream(NamedTuple):
+    """An open log."""
+
     text: Any  # stream with `read` and `tell`
     raw: IO[bytes]  # the file behind the stream
     plain: bool  # whether the stream is the file, which can seek
@@ -187,7 +192,7 @@ class LogText:
     def __init__(self, path: Path, block_bytes: int = BLOCK_BYTES) -> None:
         self._path = path
         self._block_bytes = block_bytes
-        with self._open() as (stream, _, _):
+        with opened_text(path) as (stream, _, _):
             self._state = file_state(path)
             start = stream.read(RECOGNISED_BYTES)
         if not start.removeprefix(_BYTE_ORDER_MARK).strip():
@@ -212,7 +217,7 @@ class LogText:
             DataError: The file changed since it was first opened, is damaged, or has a line over `MAX_LINE_BYTES`.
         """
         next_line, rest = 1, b""
-        with self._open() as (stream, _, _):
+        with opened_text(self._path) as (stream, _, _):
             while read := stream.read(self._block_bytes):
                 end = read.rfind(b"\n") + 1
                 whole = b"".join((rest, read[:end])) if end else b""
@@ -241,7 +246,7 @@ class LogText:
             DataError: The file is damaged.
         """
         size, _, _ = self._state
-        with self._open() as (stream, raw, plain):
+        with opened_text(self._path) as (stream, raw, plain):
             if plain and size <= num_parts * part_bytes:
                 num_parts, part_bytes = 1, size
             last_start = (size if plain else reach_bytes) - part_bytes
@@ -266,12 +271,17 @@ class LogText:
         parts = [split_lines(text) for text in texts if text]
         return TextSample(parts, sum(map(len, texts)), size if plain else text_bytes)
 
-    @contextmanager
-    def _open(self) -> Iterator[_Stream]:
-        with unpacked(self._path) as (stream, raw):
-            is_utf16 = stream.peek(_PEEKED_BYTES).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-            text = _Converted(_utf16_as_utf8(stream)) if is_utf16 else stream
-            yield _Stream(text, raw, plain=stream is raw and not is_utf16)
+
+@contextmanager
+def opened_text(path: Path) -> Iterator[TextStream]:
+    """Opens a log as text in UTF-8, whatever its compression and encoding.
+
+    Raises as `unpacked` does.
+    """
+    with unpacked(path) as (stream, raw):
+        is_utf16 = stream.peek(_PEEKED_BYTES).startswith(UTF16_MARKS)
+        text = _Converted(_utf16_as_utf8(stream)) if is_utf16 else stream
+        yield TextStream(text, raw, plain=stream is raw and not is_utf16)
 
 
 @contextmanager

@@ -32,12 +32,14 @@ from can_train_tasks.can.data.formats import header_grammars, number_texts, shor
 from can_train_tasks.can.data.grammar import MAX_CAN_ID, Grammar, ParsedRows, parse_rows
 from can_train_tasks.can.data.graphs import Frames
 from can_train_tasks.can.data.line_formats import TransmitRequests, line_grammars, variants
+from can_train_tasks.can.data.log_text import COMPRESSIONS, UTF16_MARKS, opened_text
 from can_train_tasks.can.data.payload_fields import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 from can_train_tasks.can.data.recordings import recording_format
 from can_train_tasks.can.settings import CanDatasetSettings, ColumnSettings
 
 STANDARD_INPUT: Final = "-"
 _STANDARD_INPUT_DESCRIPTOR: Final = 0
+_NO_DESCRIPTOR: Final = -1
 # Seconds without a frame, after which a bus is called silent: many times the period of any usual message.
 SILENCE_S: Final = 2.0
 # Seconds between two looks at the input. Frames are parsed together: one by one they would take fifty times as long.
@@ -49,6 +51,7 @@ UNREADABLE_LINES: Final = 100  # lines, or bytes, without a frame: the input is 
 UNREADABLE_BYTES: Final = 2**17
 # First lines of a log that tell the unit of its times and the bases of its numbers, where no heading does.
 TELLING_LINES: Final = 200
+_MARK_BYTES: Final = 8  # the marks at the beginning of compressed files are shorter
 MESSAGES: Final = 4096  # most messages of an interface that are taken together
 RECENT_LINES: Final = 200  # last lines that a new choice must also read, so that a few odd lines change no format
 JUDGED_LINES: Final = 1000  # most lines that a new choice is made on, some milliseconds of work
@@ -225,6 +228,7 @@ def open_input(name: str, dataset: CanDatasetSettings) -> FrameInput:
 
     Raises:
         ConfigError: The input cannot be opened, or python-can is not installed.
+        DataError: A compressed file is damaged.
     """
     try:
         if name == STANDARD_INPUT:
@@ -235,6 +239,11 @@ def open_input(name: str, dataset: CanDatasetSettings) -> FrameInput:
             if Path(name).is_file() and (binary := recording_format(Path(name))):
                 raise ConfigError(f"{name} is {binary.upper()}, a binary format: live detection reads text",
                                   remedy=f"Use can-train evaluate RUN --dataset {shlex.quote(name)}")  # fmt: skip
+            if Path(name).is_file():
+                with opened_text(Path(name)) as stream:
+                    is_plain = stream.plain
+                if not is_plain:
+                    return PackedInput(Path(name), dataset)
             return TextInput(os.open(name, os.O_RDONLY), dataset)
     except OSError as error:
         what = "standard input" if name == STANDARD_INPUT else name
@@ -257,6 +266,7 @@ class TextInput(FrameInput):
         self._requests: TransmitRequests | None = None  # once the grammar is known
         self._unknown: list[str | None] = []  # the first lines, as long as their format is not known
         self._unknown_bytes = 0
+        self._beginning = b""  # the first bytes
         self._awaits_more = False  # whether a format reads the first lines, but more lines must tell its unit or bases
         self._untimed = False  # whether the lines have no times, and get the times of their arrival
         self._heading: list[str | None] = []  # the lines above the first frame, which a new choice of format needs
@@ -282,6 +292,7 @@ class TextInput(FrameInput):
                     self.notes.append(f"No line is a frame so far: {self._unknown_text()}")
                 yield None
                 continue
+            self._beginning = self._beginning or text[:_MARK_BYTES]
             whole, newline, rest = (rest + text).rpartition(b"\n")
             if skipping and newline:
                 # The rest of a line that was too long.
@@ -350,6 +361,13 @@ class TextInput(FrameInput):
         return f"none of the first {min(len(rows), UNREADABLE_LINES):,} lines is; the first is {first!r}"
 
     def _unreadable(self) -> DataError:
+        packed = next((each for each in COMPRESSIONS if self._beginning.startswith(each.magic)), None)
+        if packed is not None or self._beginning.startswith(UTF16_MARKS):
+            how, program = "text in UTF-16", "iconv -f UTF-16"
+            if packed is not None:
+                how, program = f"compressed by {packed.name}", f"{packed.name} -dc"
+            return DataError(f"The input is {how}",
+                             remedy=f"Use --input FILE, or pipe: {program} FILE | can-train detect RUN")  # fmt: skip
         return DataError("The input is no CAN log with time, ID and data in each line", value=self._unknown_text(),
                          remedy="Pipe candump -L can0, or text as `zcat` prints it; can-train evaluate reads other logs"
                          )  # fmt: skip
@@ -520,6 +538,22 @@ class TextInput(FrameInput):
             self._clock_s = float(times[-1])
             frames = replace(frames, timestamp=times)
         yield from self._by_bus(frames, channels)
+
+
+class PackedInput(TextInput):
+    """Lines of a file that is compressed, or in UTF-16."""
+
+    def __init__(self, path: Path, dataset: CanDatasetSettings) -> None:
+        super().__init__(_NO_DESCRIPTOR, dataset)
+        self._path = path
+
+    def close(self) -> None:
+        """Does nothing: the file is closed once it was read."""
+
+    def _chunks(self) -> Iterator[bytes | None]:
+        with opened_text(self._path) as stream:
+            while text := stream.text.read(READ_BYTES):
+                yield text
 
 
 class Choice(NamedTuple):

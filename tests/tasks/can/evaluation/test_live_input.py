@@ -1,10 +1,13 @@
 """Frames that arrive on a pipe, from a file or on a bus."""
 
+import bz2
+import gzip
+import lzma
 import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -300,6 +303,39 @@ def test_a_few_lines_that_are_no_frames_are_told_of_while_more_are_waited_for(mo
 def test_a_binary_log_is_refused_with_the_command_that_reads_it(magic: bytes, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="can-train evaluate RUN --dataset "):
         read(magic + b"\0" * 100, tmp_path)
+
+
+PACKED = {
+    "gzip": gzip.compress,
+    "bzip2": bz2.compress,
+    "xz": lzma.compress,
+    "gzip twice": lambda text: gzip.compress(gzip.compress(text)),
+    "UTF-16": lambda text: text.decode().encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("pack", PACKED.values(), ids=PACKED.keys())
+def test_a_file_that_is_compressed_or_in_utf_16_is_read(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    found, source = read(pack(candump(FRAMES).encode()), tmp_path)
+    same(found)
+    assert source.malformed_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("gzip", "compressed by gzip.*\n.*gzip -dc FILE"), ("bzip2", "compressed by bzip2"), ("xz", "xz -dc"),
+     ("UTF-16", "text in UTF-16.*\n.*iconv -f UTF-16")],
+)  # fmt: skip
+def test_a_pipe_of_compressed_text_is_refused_with_the_program_that_unpacks_it(name: str, said: str) -> None:
+    source = TextInput(Pipe([PACKED[name](candump(random_frames(9_000)).encode())]).reading, SETTINGS)
+    with pytest.raises(DataError, match=said):
+        list(source.batches())
+    source.close()
+
+
+def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no whole gzip file"):
+        read(gzip.compress(candump(random_frames(3_000)).encode())[:-9], tmp_path)
 
 
 def test_a_named_pipe_is_read_from_its_first_line(tmp_path: Path) -> None:
