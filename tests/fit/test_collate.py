@@ -203,3 +203,5 @@ def test_numbers_of_several_kinds_become_the_widest() -> None:
     assert pad_and_stack([0.1, 16777217]).tolist() == [0.1, 16777217.0]
     assert pad_and_stack([True, np.int64(3)]).tolist() == [1, 3]
     assert pad_and_stack([True, np.bool_(False)]).dtype == torch.bool
+    ragged = [torch.tensor([1, 2]), np.array([0.5], np.float32), torch.tensor([300], dtype=torch.int16)]
+    assert pad_and_stack(ragged).tolist() == [[1.0, 2.0], [0.5, 0.0], [300.0, 0.0]]

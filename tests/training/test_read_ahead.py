@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,8 +19,9 @@ from can_train import Task
 from can_train.errors import ConfigError, DoesNotFitError, FailedRunError, TaskError
 from can_train.training import read_ahead
 from can_train.training.loading import Checkpoints
-from can_train.training.read_ahead import Failed, Read, SampleReader, Shape
+from can_train.training.read_ahead import Failed, Read, SampleReader, Shape, is_in_memory
 from can_train.training.sample_task import TaskContext
+from can_train.training.seeded_samples import read_seeded, sample_seeds
 from can_train.training.session import Session
 from can_train.training.train import make_session, train
 from fakes.line_fit import fixed, line_parts
@@ -343,3 +344,31 @@ def test_samples_that_cannot_be_pickled_are_read_in_line_or_told() -> None:
         reader("2").shape(4)
     assert str(raised.value).startswith("Samples cannot be read by other processes: they cannot be pickled (")
     assert str(raised.value).endswith("--num-workers 2.\nGive --num-workers 0.")
+
+
+def test_a_row_that_is_drawn_several_times_is_augmented_each_time() -> None:
+    rows = np.array([4, 2, 4, 4])
+    seeds = sample_seeds(rows, torch.Generator().manual_seed(3))
+    assert len(set(seeds)) == 4
+    # The rows of a batch have the seeds that they have alone.
+    assert sample_seeds(np.array([2, 4]), torch.Generator().manual_seed(3)) == [seeds[1], seeds[0]]
+    read = read_seeded(rows.tolist(), seeds, Augmented(torch.zeros(5)).__getitem__)
+    assert len({float(value) for value in read}) == 4
+
+
+class Drawn(list[Tensor]):
+    """A list that augments."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index) + torch.rand(())
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+def test_a_list_with_code_of_its_own_is_read_as_a_data_set() -> None:
+    assert not is_in_memory(Drawn([torch.zeros(2)]))
+    for samples in ([torch.zeros(2)], (torch.zeros(2),), torch.zeros(2), Pair(torch.zeros(2), torch.ones(2))):
+        assert is_in_memory(samples)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Final
 
 import numpy as np
@@ -193,10 +193,13 @@ def _stacked_tensors(tensors: Sequence[Tensor], place: str) -> Tensor:
     if any(tensor.is_nested for tensor in tensors):
         raise DataError("Nested tensors make a batch in ways of their own", value=f"{place} is a nested tensor",
                         remedy=_OWN_COLLATE)  # fmt: skip
+    # `pad_sequence` gives all tensors the format of the first one, which cuts fractions off.
+    widest = reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    tensors = [tensor.to(widest) for tensor in tensors]
     if len({tensor.shape for tensor in tensors}) == 1:
-        return torch.stack(list(tensors))
+        return torch.stack(tensors)
     if len({tensor.shape[1:] for tensor in tensors}) == 1 and all(tensor.ndim for tensor in tensors):
-        return pad_sequence(list(tensors), batch_first=True)
+        return pad_sequence(tensors, batch_first=True)
     shapes = ", ".join(str(tuple(shape)) for shape in sorted({tensor.shape for tensor in tensors})[:3])
     raise DataError("Samples of a batch differ in their first dimension at most", value=f"{place} has shapes {shapes}",
                     remedy=_OWN_COLLATE)  # fmt: skip

@@ -3,9 +3,10 @@ them nor on the parts that a batch is computed in.
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -14,14 +15,21 @@ from numpy.typing import NDArray
 from can_train.training.read_ahead import Failed
 
 Rows = NDArray[np.int64]
+_NEXT_TIME: Final = (
+    0x9E37_79B9_7F4A_7C15  # between the seeds of a row that comes again: far from the seeds of other rows
+)
 
 
 def sample_seeds(rows: Rows, generator: torch.Generator | None) -> list[int]:
     """Returns a seed for each sample of a logical batch: a part that is computed once more, or in other parts, draws
-    the same.
+    the same. A row that a sampler draws several times has another seed each time.
     """
     drawn = int(torch.randint(2**62, (), generator=generator)) if generator is not None else 0
-    return [drawn ^ int(row) for row in rows]
+    times, seeds = Counter[int](), list[int]()
+    for row in rows.tolist():
+        seeds.append(((drawn ^ row) + times[row] * _NEXT_TIME) % 2**62)
+        times[row] += 1
+    return seeds
 
 
 @contextmanager
