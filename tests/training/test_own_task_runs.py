@@ -44,7 +44,8 @@ class Filter(nn.Module):
         if not hasattr(self, "seen"):
             self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.seen += self.training * len(x)
-        self.least.resize_(x.shape[1])
+        if not len(self.least):
+            self.least.resize_(x.shape[1]).fill_(torch.inf)
         self.least.copy_(torch.minimum(self.least, x.amin(dim=0)))
         return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=8)
 
