@@ -201,6 +201,20 @@ def test_a_tensor_that_is_changed_in_place_is_saved_anew() -> None:
     assert torch.equal(gradient(Rung(offload=True)), gradient(SPLIT_ALONE))
 
 
+def test_conjugated_and_negated_views_of_one_storage_come_back_with_their_values() -> None:
+    def gradient(rung: Rung) -> Tensor:
+        x = torch.linspace(0, 1, 4096, requires_grad=True)
+        model = nn.Linear(1, 1)
+        with simulated_gpu("64MiB", model, [x]), computed_on(rung, model):
+            z = torch.fft.fft(x)
+            power = (z * z.conj()).real.sum() + (z.conj() * z).imag.sum()
+            (power + (z.conj().imag * z.imag * z.real).sum() + (z.conj().imag[:1500] * z.real[:1500]).sum()).backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(Rung(offload=True)), gradient(SPLIT_ALONE))
+
+
 def named(model: nn.Module) -> list[str]:
     return list(candidates(model))
 

@@ -639,13 +639,15 @@ class OffloadedActivations(saved_tensors_hooks):
         if not self._can_leave(tensor):
             # The tensor itself would refer to the node that saves it, and that node to the tensor.
             return tensor.detach()
+        view = _View(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.is_conj(),
+                     tensor.is_neg())  # fmt: skip
+        tensor = view.physical(tensor.detach())
         whole = _whole_storage(tensor)
         is_shared = whole.nbytes <= 2 * tensor.nbytes
-        view = _View(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
         if not is_shared:
             # A small view of a large tensor leaves alone.
-            whole = tensor.detach().contiguous().view(-1)
-            view = _View(tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride(), 0)
+            whole = tensor.contiguous().view(-1)
+            view = replace(view, stride=torch.empty(tensor.shape, device="meta").stride(), offset=0)
         return self._offloaded(whole, tensor, is_shared=is_shared), view
 
     def _can_leave(self, tensor: Tensor) -> bool:
@@ -702,8 +704,7 @@ class OffloadedActivations(saved_tensors_hooks):
             return packed
         self._let_go(0)
         offloaded, view = packed
-        whole = self._fetched(offloaded)
-        return whole.as_strided(view.shape, view.stride, view.offset)
+        return view.of(self._fetched(offloaded))
 
     def _fetched(self, entry: _OffloadedStorage) -> Tensor:
         """Returns a storage on the device, and begins to fetch the storage that was saved before it."""
@@ -746,6 +747,18 @@ class _View:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int  # In elements
+    # PyTorch conjugates or negates the elements of such a view when they are read: the storage has other values.
+    is_conj: bool
+    is_neg: bool
+
+    def physical(self, tensor: Tensor) -> Tensor:
+        """Returns the tensor that this is the view of, with the values that its storage has."""
+        tensor = tensor.conj() if self.is_conj else tensor
+        return torch._neg_view(tensor) if self.is_neg else tensor
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Returns the view of a storage, whose elements `whole` has."""
+        return self.physical(whole.as_strided(self.shape, self.stride, self.offset))
 
 
 class _OffloadedStorage:
@@ -768,4 +781,4 @@ class _OffloadedStorage:
 def _whole_storage(tensor: Tensor) -> Tensor:
     """Returns all elements of the storage of a tensor, as one dimension."""
     numel = tensor.untyped_storage().nbytes() // tensor.itemsize
-    return tensor.detach().as_strided((numel,), (1,), 0)
+    return tensor.as_strided((numel,), (1,), 0)
