@@ -290,17 +290,17 @@ def test_a_snapshot_that_is_released_holds_no_copies() -> None:
 
 def test_a_reading_shares_the_state_of_pythons_generator_until_it_draws() -> None:
     earlier = Generators(CPU)
-    assert Generators(CPU, since=earlier)._python is earlier._python
+    assert Generators(CPU, since=earlier)._of_host._python is earlier._of_host._python
     random.gauss(0, 1)  # Draws two numbers, and keeps the second
     drawn = Generators(CPU, since=earlier)
-    assert drawn._python is not earlier._python
+    assert drawn._of_host._python is not earlier._of_host._python
     expected = random.gauss(0, 1)
     kept = Generators(CPU, since=drawn)
-    assert kept._python is not drawn._python, "the second number was used"
+    assert kept._of_host._python is not drawn._of_host._python, "the second number was used"
     drawn.restore()
     assert random.gauss(0, 1) == expected
     earlier.restore()
-    assert Generators(CPU)._python == earlier._python
+    assert Generators(CPU)._of_host._python == earlier._of_host._python
 
 
 def test_the_words_that_are_compared_tell_any_two_states_of_a_generator_apart() -> None:

@@ -1,11 +1,14 @@
 """On every rung a step has the same gradient, and takes less memory on the next one."""
 
 import gc
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import combinations
 from typing import Any, Final
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,6 +19,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from can_train.errors import ConfigError, DoesNotFitError
 from can_train.fit import rungs
 from can_train.fit.micro_batcher import BatchResult, MicroBatcher
+from can_train.fit.random_state import seed_everything
 from can_train.fit.rescue import QUIET_STEPS, Ladder
 from can_train.fit.rungs import (
     SPLIT_ALONE,
@@ -213,6 +217,112 @@ def test_conjugated_and_negated_views_of_one_storage_come_back_with_their_values
         return x.grad
 
     assert torch.equal(gradient(Rung(offload=True)), gradient(SPLIT_ALONE))
+
+
+class Block(nn.Module):
+    """Adds to its input a function of it, times the result of another function."""
+
+    def __init__(self, factor: Callable[..., Any] = lambda: 1.0) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(16, 16), factor
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        return x + torch.tanh(self.linear(x) * self.factor(**options))
+
+
+class Blocks(nn.Module):
+    """Calls blocks one after the other."""
+
+    def __init__(self, *blocks: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.blocks, self.options = nn.ModuleList(blocks), options
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, **self.options)
+        return x
+
+
+def gradients_of(model: nn.Module, rung: Rung) -> State:
+    """Computes the gradients of a model on a rung, from the same weights and random numbers."""
+    seed_everything(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+        parameter.grad = None
+    with simulated_gpu("64MiB", model), computed_on(rung, model):
+        model(torch.randn(4, 16)).square().sum().backward()
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+def assert_same_on_rungs(model: nn.Module) -> None:
+    alone, names = gradients_of(model, SPLIT_ALONE), tuple(candidates(model))
+    assert names
+    for rung in (Rung(recompute=names), Rung(recompute=names, offload=True)):
+        assert_equal(gradients_of(model, rung), alone)
+
+
+@pytest.mark.parametrize("draw", [random.random, random.gauss, np.random.random, np.random.standard_normal])
+def test_a_module_is_computed_again_with_the_same_numbers_of_pythons_and_numpys_generators(draw: Any) -> None:
+    model = Blocks(Block(draw), Block(draw))
+    assert_same_on_rungs(model)
+    following = []
+    for rung in (SPLIT_ALONE, Rung(recompute=("blocks.0", "blocks.1"))):
+        gradients_of(model, rung)
+        following.append(draw())
+    assert following[0] == following[1]
+
+
+def test_a_model_that_checkpoints_itself_has_the_same_numbers_of_pythons_generator() -> None:
+    class Checkpointing(Blocks):
+        supports_gradient_checkpointing, is_gradient_checkpointing = True, False
+
+        def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any]) -> None:
+            self.call = partial(torch_checkpoint.checkpoint, **gradient_checkpointing_kwargs)
+
+        def gradient_checkpointing_disable(self) -> None:
+            del self.call
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = self.call(block, x) if hasattr(self, "call") else block(x)
+            return x
+
+    model = Checkpointing(Block(random.random), Block(random.random))
+    assert_equal(gradients_of(model, Rung(recompute=("",))), gradients_of(model, SPLIT_ALONE))
+
+
+@pytest.mark.parametrize("name", ["forward", "debug", "function", "context_fn", "preserve_rng_state", "owners"])
+def test_a_module_is_computed_again_whatever_its_arguments_are_called(name: str) -> None:
+    assert_same_on_rungs(Blocks(Block(lambda **options: options[name]), Block(lambda **options: 1), **{name: 2.0}))
+
+
+def test_a_sequence_is_called_in_segments_with_its_input_by_name() -> None:
+    class Sequence(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+
+        def forward(self, x: Tensor) -> Any:
+            return self.net(input=x)
+
+    assert_same_on_rungs(Sequence())
+
+
+def test_a_small_tensor_that_is_overwritten_after_it_was_saved_is_noticed_on_every_rung() -> None:
+    class Overwrites(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 1.0
+            product = y * self.weight
+            y.add_(1)
+            return product
+
+    for rung in (SPLIT_ALONE, Rung(offload=True)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradients_of(Overwrites(), rung)
 
 
 def named(model: nn.Module) -> list[str]:

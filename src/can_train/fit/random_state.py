@@ -70,15 +70,14 @@ def step_generator(
     return torch.Generator().manual_seed(int(mixed[0]) << 32 | int(mixed[1]))
 
 
-class Generators:
-    """The generators of the host and of a device, as they are now; `since` is an earlier reading, whose states are
-    shared where they have not changed.
+class HostGenerators:
+    """Python's and numpy's global generators, as they are now; `since` is an earlier reading, whose states are shared
+    where they have not changed.
     """
 
     # Read for every micro-batch: `capture_generators` converts to types that can be saved, which takes longer.
 
-    def __init__(self, device: torch.device, *, since: Generators | None = None) -> None:
-        self._device = device
+    def __init__(self, *, since: HostGenerators | None = None) -> None:
         # Reading a whole state takes longer than all the rest: an earlier one is shared where no word has changed.
         self._python_words = _python_words()
         is_same = since is not None and self._python_words[0] and self._python_words == since._python_words
@@ -90,14 +89,32 @@ class Generators:
             self._numpy: Any = since._numpy
         else:
             self._numpy = np.random.get_state(legacy=True)  # noqa: NPY002 - models may draw from the global generator
-        self._host = torch.default_generator.get_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def is_shared_with(self, since: HostGenerators) -> bool:
+        """Tells whether nothing was drawn since an earlier reading, which this reading was given."""
+        return self._python is since._python and self._numpy is since._numpy
 
     def restore(self) -> None:
         """Restores them, bit by bit."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)  # noqa: NPY002
-        torch.set_rng_state(self._host)
+
+
+class Generators:
+    """The generators of the host and of a device, as they are now; `since` is an earlier reading, whose states are
+    shared where they have not changed.
+    """
+
+    def __init__(self, device: torch.device, *, since: Generators | None = None) -> None:
+        self._device = device
+        self._of_host: HostGenerators = HostGenerators(since=None if since is None else since._of_host)
+        self._torch = torch.default_generator.get_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Restores them, bit by bit."""
+        self._of_host.restore()
+        torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
 

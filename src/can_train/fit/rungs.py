@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from can_train.errors import ConfigError, nearest_first
+from can_train.fit.random_state import HostGenerators
 from can_train.io.units import counted
 from can_train.memory.cuda_operators import is_on_device, offloading, on_host
 from can_train.memory.host import HOST_SHARE, room_bytes
@@ -515,16 +516,18 @@ def _switched_on(module: Any) -> Iterator[None]:
     if getattr(module, f"is_{kind}_checkpointing"):
         yield
         return
-    getattr(module, f"{kind}_checkpointing_enable")(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
+    # Buffers are the model's own concern: it does not tell which of its parts a pass is of.
+    settings = {"use_reentrant": False, "context_fn": lambda: _StateBefore([]).contexts()}
+    getattr(module, f"{kind}_checkpointing_enable")(**{f"{kind}_checkpointing_kwargs": settings})
     try:
         yield
     finally:
         getattr(module, f"{kind}_checkpointing_disable")()
 
 
-def _forward_in_segments(modules: Sequence[nn.Module], segments: Sequence[slice], given: Any) -> Any:
+def _forward_in_segments(modules: Sequence[nn.Module], segments: Sequence[slice], /, input: Any) -> Any:  # noqa: A002 - as in `nn.Sequential`
     """Calls the modules of a sequence one after the other; the backward pass computes the segments again."""
-    done = 0
+    given, done = input, 0
     for segment in segments:
         given = _in_turn(modules[done : segment.start], given)
         given = _forward_again(modules[segment], partial(_in_turn, modules[segment]), given)
@@ -538,23 +541,35 @@ def _in_turn(modules: Sequence[nn.Module], given: Any) -> Any:
     return given
 
 
-def _forward_again(owners: Sequence[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _forward_again(owners: Sequence[nn.Module], forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Runs a forward pass that the backward pass runs again, from the same random numbers and buffers."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     state = _StateBefore(owners)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=state.contexts, **kwargs)
+    # By position: a module may name its arguments as PyTorch names those of `checkpoint`, which also notices only of
+    # arguments by position that they were overwritten.
+    call = partial(_called_by_name, forward, tuple(kwargs))
+    return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=state.contexts)
+
+
+def _called_by_name(forward: Callable[..., Any], names: Sequence[str], /, *given: Any) -> Any:
+    """Calls a function with the last of the given arguments by their names."""
+    by_position = len(given) - len(names)
+    return forward(*given[:by_position], **dict(zip(names, given[by_position:], strict=True)))
 
 
 class _StateBefore(AbstractContextManager[None]):
-    """The state before a forward pass of modules: whether they train, the buffers that the pass changes, as a pass of
-    BatchNorm does, and the modes that PyTorch's functions are called in. As a context, it puts the state back for each
-    repetition of the pass.
+    """The state before a forward pass of modules: whether they train, Python's and numpy's generators, the buffers that
+    the pass changes, as a pass of BatchNorm does, and the modes that PyTorch's functions are called in. As a context,
+    it puts the state back for each repetition of the pass.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         parts = [part for module in modules for part in module.modules()]
         self._training = [(part, part.training) for part in parts]
+        # PyTorch's own generators are those of `checkpoint`.
+        self._generators: HostGenerators | None = HostGenerators()
+        self._generators_now: HostGenerators | None = None
         self._modes = _get_current_function_mode_stack()
         self._entered: list[TorchFunctionMode] = []
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
@@ -573,6 +588,8 @@ class _StateBefore(AbstractContextManager[None]):
             if value is not None
         ]
         yield
+        if self._generators is not None and HostGenerators(since=self._generators).is_shared_with(self._generators):
+            self._generators = None
         self._buffers = [
             (part, key, copy)
             for part, key, value, copy, version in held
@@ -586,6 +603,9 @@ class _StateBefore(AbstractContextManager[None]):
             [(part, part.training) for part, _ in self._training],
             [(part, key, part._buffers[key]) for part, key, _ in self._buffers],
         )
+        if self._generators is not None:
+            self._generators_now = HostGenerators()
+            self._generators.restore()
         # A backward pass may run outside of them.
         there = _get_current_function_mode_stack()
         self._entered = [mode for mode in self._modes if mode not in there]
@@ -606,6 +626,8 @@ class _StateBefore(AbstractContextManager[None]):
             part.training = training
         for part, key, value in buffers:
             part._buffers[key] = value
+        if self._generators_now is not None:
+            self._generators_now.restore()
 
 
 class OffloadedActivations(saved_tensors_hooks):
@@ -635,10 +657,10 @@ class OffloadedActivations(saved_tensors_hooks):
         self._packed.clear()
         self._next = None
 
-    def _pack(self, tensor: Tensor) -> Tensor | tuple[_OffloadedStorage, _View]:
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | tuple[_OffloadedStorage, _View]:
         if not self._can_leave(tensor):
             # The tensor itself would refer to the node that saves it, and that node to the tensor.
-            return tensor.detach()
+            return tensor.detach(), tensor._version
         view = _View(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.is_conj(),
                      tensor.is_neg())  # fmt: skip
         tensor = view.physical(tensor.detach())
@@ -699,11 +721,16 @@ class OffloadedActivations(saved_tensors_hooks):
             if copied is not None:
                 torch.cuda.current_stream(whole.device).wait_event(copied)
 
-    def _unpack(self, packed: Tensor | tuple[_OffloadedStorage, _View]) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        self._let_go(0)
+    def _unpack(self, packed: tuple[Tensor, int] | tuple[_OffloadedStorage, _View]) -> Tensor:
         offloaded, view = packed
+        if isinstance(offloaded, Tensor):
+            # PyTorch does not compare the versions of tensors that hooks save.
+            if offloaded._version != view:
+                shape = [*offloaded.shape]
+                raise RuntimeError(f"A tensor of shape {shape} that was saved for backward has been {_CHANGED_INPUT}")
+            return offloaded
+        self._let_go(0)
+        assert isinstance(view, _View), "a storage has a view"
         return view.of(self._fetched(offloaded))
 
     def _fetched(self, entry: _OffloadedStorage) -> Tensor:
