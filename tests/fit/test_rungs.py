@@ -2,10 +2,11 @@
 
 import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import combinations
+from itertools import combinations, count
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +25,7 @@ from can_train.fit.rescue import QUIET_STEPS, Ladder
 from can_train.fit.rungs import (
     SPLIT_ALONE,
     ModuleCost,
+    Repetitions,
     Rung,
     candidates,
     computed_on,
@@ -100,6 +102,13 @@ def without_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_comparison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(rungs, "_compared", lambda left_out: nullcontext())
+        yield
+
+
 @pytest.mark.parametrize(
     ("name", "mutant"),
     [("transformer", without_random_state), ("unet", without_state), ("spectral", without_state)],
@@ -108,7 +117,7 @@ def test_a_mutant_of_recomputation_has_another_gradient_or_other_buffers(
     name: str, mutant: Callable[[pytest.MonkeyPatch], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = step(name, SPLIT_ALONE)
-    with mutant(monkeypatch), pytest.raises(AssertionError):
+    with mutant(monkeypatch), without_comparison(monkeypatch), pytest.raises(AssertionError):
         assert_equal(step(name, rung_named(name, "recompute")), alone)
 
 
@@ -323,6 +332,186 @@ def test_a_small_tensor_that_is_overwritten_after_it_was_saved_is_noticed_on_eve
     for rung in (SPLIT_ALONE, Rung(offload=True)):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             gradients_of(Overwrites(), rung)
+
+
+class Residual(Block):
+    """Adds the scores of the block before, which blocks hand on in a dictionary."""
+
+    def __init__(self, state: dict[str, Tensor] | None = None) -> None:
+        super().__init__()
+        self.state = state
+
+    def forward(self, x: Tensor, given: dict[str, Tensor] | None = None) -> Tensor:  # type: ignore[override]
+        state = self.state if given is None else given
+        assert state is not None
+        scores = self.linear(x) + state.get("before", 0)
+        state["before"] = scores
+        return x + torch.tanh(scores)
+
+
+def counted_calls() -> nn.Module:
+    class Counted(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            self.calls += 1
+            return x + torch.tanh(self.linear(x) * (1 + self.calls % 2))
+
+    return Blocks(Counted(), Counted())
+
+
+def scores_in_a_dictionary() -> nn.Module:
+    class Handing(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            self.options = {"given": {}}
+            return super().forward(x)
+
+    return Handing(Residual(), Residual(), Residual())
+
+
+def scores_in_a_shared_attribute() -> nn.Module:
+    class Shared(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            state: dict[str, Tensor] = {}
+            for block in self.blocks:
+                block.state = state
+            return super().forward(x)
+
+    return Shared(Residual(), Residual(), Residual())
+
+
+def losses_in_a_list() -> nn.Module:
+    class Listing(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            x = super().forward(x)
+            self.losses.append(x.square().mean())
+            return x
+
+    class Balanced(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            total = super().forward(x)
+            for block in self.blocks:
+                total = total + sum(block.losses)
+                block.losses.clear()
+            return total
+
+    return Balanced(Listing(), Listing())
+
+
+def generators_of_their_own() -> nn.Module:
+    host, numpy, python = torch.Generator().manual_seed(0), np.random.default_rng(0), random.Random(0)
+    legacy = np.random.RandomState(0)
+    draws = [lambda: torch.rand((), generator=host), numpy.random, python.random, legacy.random_sample]
+    blocks = []
+    for draw, generator in zip(draws, (host, numpy, python, legacy), strict=True):
+        block = Block(draw)
+        block.generator = generator  # type: ignore[assignment]
+        blocks.append(block)
+    return Blocks(*blocks)
+
+
+HANDED_ON: Final = (counted_calls, scores_in_a_dictionary, scores_in_a_shared_attribute, losses_in_a_list,
+                    generators_of_their_own)  # fmt: skip
+
+
+@pytest.mark.parametrize("make", HANDED_ON)
+def test_modules_are_computed_again_with_the_state_that_they_had(make: Callable[[], nn.Module]) -> None:
+    passes = []
+    for recompute, offload in ((False, False), (True, False), (True, True)):
+        model = make()
+        names = tuple(candidates(model))
+        assert names
+        rung = Rung(recompute=names if recompute else (), offload=offload)
+        # The state of the first pass is there in the second one, which must not have its repetition's.
+        passes.append([gradients_of(model, rung) for _ in range(2)])
+    for pair in passes[1:]:
+        for one, other in zip(passes[0], pair, strict=True):
+            assert_equal(one, other)
+
+
+def test_a_buffer_that_is_changed_by_data_is_put_back_for_the_repetition_in_every_pass() -> None:
+    class Averaging(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.average: Tensor
+            self.register_buffer("average", torch.ones(16))
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            y = x * self.average.clone()
+            self.average.data.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+            return super().forward(y)
+
+    def trained(rung: Rung) -> State:
+        torch.manual_seed(0)
+        model, repetitions = Blocks(Averaging(), Averaging()), Repetitions()
+        with simulated_gpu("64MiB", model):
+            for _ in range(3):  # The third pass is not compared
+                with computed_on(rung, model, repetitions=repetitions):
+                    model(torch.randn(4, 16)).square().sum().backward()
+        assert not rung.recompute or not repetitions.is_compared
+        gradients = {f"gradient of {name}": one.grad for name, one in model.named_parameters() if one.grad is not None}
+        return gradients | dict(model.named_buffers())
+
+    assert_equal(trained(Rung(recompute=("blocks.0", "blocks.1"))), trained(SPLIT_ALONE))
+
+
+def test_an_error_tells_of_values_that_differ_when_they_are_computed_again() -> None:
+    calls = count(1)
+    model = Blocks(Block(lambda: float(next(calls))))
+    with pytest.raises(RuntimeError, match="Other values") as caught, computed_on(Rung(recompute=("blocks.0",)), model):
+        model(torch.randn(4, 16)).square().sum().backward()
+    assert rungs.is_not_repeatable(caught.value)
+
+
+def test_repetitions_are_compared_in_passes_whose_number_is_a_power_of_two() -> None:
+    repetitions, rung, compared = Repetitions(), Rung(recompute=("a",)), []
+    for _ in range(9):
+        with repetitions.counted(rung):
+            compared.append(repetitions.is_compared)
+    assert [number for number, is_compared in enumerate(compared, start=1) if is_compared] == [1, 2, 4, 8]
+    with repetitions.counted(Rung(recompute=("b",))):
+        assert repetitions.is_compared
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (300,), (30, 40), (5, 6, 7)])
+def test_sums_of_saved_tensors_tell_values_apart_but_not_the_order_of_adding(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    x = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
+
+    def is_near(other: Tensor) -> bool:
+        return all(map(rungs._Sums.is_near, rungs._sums_of(x), rungs._sums_of(other)))
+
+    assert is_near(x.clone())
+    rounded = torch.finfo(dtype).eps * torch.rand(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert is_near(x * (1 + rounded))
+    assert not is_near(x * 1.1)
+    assert not x.dim() or not is_near(x.flip(0))
+
+
+def test_the_last_result_of_a_module_is_freed_once_a_pass_replaces_it() -> None:
+    class Remembering(Block):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            self.last = super().forward(x)
+            return self.last
+
+    model = Blocks(Remembering())
+    first = gradients_of(model, SPLIT_ALONE)
+    last = weakref.ref(model.blocks[0].last)
+    with computed_on(Rung(recompute=("blocks.0",)), model):
+        loss = model(torch.randn(4, 16)).sum()
+        assert last() is None
+        kept = model.blocks[0].last
+        loss.backward()
+    assert model.blocks[0].last is kept
+    assert first
 
 
 def named(model: nn.Module) -> list[str]:
@@ -549,11 +738,22 @@ class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(64))
-        self.passes = 0
+        self.passes = count(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.passes += 1
-        return (x * self.weight).sigmoid() if self.passes % 2 else x * self.weight
+        return (x * self.weight).sigmoid() if next(self.passes) % 2 else x * self.weight
+
+
+class Growing(nn.Module):
+    """Saves other values in each further forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+        self.passes = count(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight * next(self.passes)).sigmoid()
 
 
 class Overwriting(nn.Module):
@@ -567,7 +767,7 @@ class Overwriting(nn.Module):
         return x.relu_() * self.weight
 
 
-@pytest.mark.parametrize("kind", [Counting, Overwriting])
+@pytest.mark.parametrize("kind", [Counting, Growing, Overwriting])
 def test_modules_that_save_other_tensors_the_second_time_are_not_computed_again(kind: type[nn.Module]) -> None:
     model = nn.ModuleList([kind(), kind()])
     with simulated_gpu("64MiB", model) as meter:
@@ -577,7 +777,7 @@ def test_modules_that_save_other_tensors_the_second_time_are_not_computed_again(
         def losses_of(start: int, stop: int) -> Any:
             return {"loss": (model[1](model[0](torch.ones(stop - start, 64))).sum(), float(stop - start))}
 
-        with pytest.warns(UserWarning, match="they save other tensors the second time"):
+        with pytest.warns(UserWarning, match="they compute or save something else the second time"):
             result = batcher.run(losses_of, 4)
     assert batcher.ladder.rung == Rung(offload=True)
     assert result.micro_batches == (4,)

@@ -38,7 +38,7 @@ from can_train.fit.packing import BatchCosts, batch_totals
 from can_train.fit.precision import Precision
 from can_train.fit.random_state import Snapshot, step_generator
 from can_train.fit.rescue import allocate_ballast
-from can_train.fit.rungs import SPLIT_ALONE, ModuleCost, Rung, computed_on, measure_modules, rung_of
+from can_train.fit.rungs import SPLIT_ALONE, ModuleCost, Repetitions, Rung, computed_on, measure_modules, rung_of
 from can_train.fit.search import (
     SEARCH_SECONDS,
     SEARCH_SHARE,
@@ -529,6 +529,11 @@ class Explorer:
     def _counts(self) -> NDArray[np.float64]:
         return self.task.batch_features(self.rows)
 
+    @cached_property
+    def _repetitions(self) -> Repetitions:
+        # In place of a GPU that is not at hand, the results of products are drawn.
+        return Repetitions(compares=not self.is_on_meta and not isinstance(self.meter, AbsentGpuMeter))
+
     @property
     def _parameters(self) -> list[nn.Parameter]:
         # Not cached: parameters may be frozen or thawed between two calls.
@@ -708,7 +713,7 @@ class Explorer:
             with precision.context(self.meter.device):
                 return batch.losses(self.model, start, stop)
 
-        on_rung = computed_on(self.rung, self.model)
+        on_rung = computed_on(self.rung, self.model, repetitions=self._repetitions)
         with CatchOutOfMemory(), only_trained(self.model, self.phase), on_rung:
             return measure_batch_dependence(
                 self.model.train(), losses, batch.denominators, half=precision.autocast is not None, sizes=sizes
@@ -857,7 +862,7 @@ class Explorer:
         # Each part of a batch holds copies of the buffers, beside the step's.
         held, left = Snapshot(self.model, self.meter.device), list[int]()
         try:
-            with computed_on(self.rung, self.model, left.append):
+            with computed_on(self.rung, self.model, left.append, repetitions=self._repetitions):
                 batch = self._batch(rows, coupled=True)
                 losses = self._losses(batch, start, len(rows) if stop is None else stop)
                 weighted_loss(losses, self.task.loss_weights).backward()

@@ -33,7 +33,7 @@ from can_train.fit.peak_prediction import PeakPrediction
 from can_train.fit.precision import HalfGradients
 from can_train.fit.random_state import leaves_of, parameters_of
 from can_train.fit.rescue import Backoff, Ladder, RepeatedError, Rescue, RescueSettings, Try, Undo
-from can_train.fit.rungs import NOT_REPEATABLE, Rung, computed_on, is_not_repeatable, rungs_of
+from can_train.fit.rungs import NOT_REPEATABLE, Repetitions, Rung, computed_on, is_not_repeatable, rungs_of
 from can_train.fit.search import SizeSearch
 from can_train.memory.catalogue import predicted_room
 from can_train.memory.meters import Meter, meter_of, tensors_of
@@ -392,6 +392,7 @@ class MicroBatcher:
         # Only the ranks of a run share a model out.
         check_choice("fit", fit, [choice for choice in CHOICES["fit"] if choice != "shard"])
         self._states: list[OffloadedState] = []
+        self._repetitions = Repetitions()
         self.ladder = Ladder(self._rungs(fit, _listed(optimizers)))
         self.use_rung: Callable[[Rung], bool] = self.keep_states
         self._rescue = Rescue(self._meter, self._settings, climb=self.climb)
@@ -649,7 +650,7 @@ class MicroBatcher:
         # queue by itself. A thread would draw random numbers in another order, and inputs that are made before
         # the part is known to fit would have to be dropped after a rescue.
         self._meter.begin_part()
-        with computed_on(self._rung, self._model):
+        with computed_on(self._rung, self._model, repetitions=self._repetitions):
             computed = batch_loss.losses_of(start, stop)
             losses = _check_losses(computed, batch_loss.denominators, batch_loss.weights)
             means = {term: batch_loss.mean(term, total) for term, (total, _) in losses.items()}

@@ -8,10 +8,12 @@ the state of the optimizer waits there between its steps (`offloaded_state.py`).
 from __future__ import annotations
 
 import math
+import random
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -48,6 +50,18 @@ _LEAST_SEGMENTED: Final = 4  # Modules of a sequence that is recomputed in segme
 _SWITCHES: Final = ("activation", "gradient")  # Kinds of checkpointing, as transformers 5 and 4 name their switch
 _KNAPSACK_UNITS: Final = 1000  # Parts of the room for activations: units of packing modules
 _LEAST_SECONDS: Final = 1e-9
+# Of a list or dictionary that a module hands on. What is larger or deeper is looked up, and has no state of a pass.
+_MOST_ITEMS: Final = 1000
+_DEEPEST: Final = 2
+# Kernels that add up in any order round differently each time. Relative to the sums of absolute values, in units of the
+# last bit; in half precision, as a share.
+_ROUNDED_BITS: Final = 64
+_HALF_TOLERANCE: Final = 0.03
+_SEED: Final = 2  # Elements of the state of a generator that a kernel saves
+_SUMMED: Final = (
+    torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128,
+)  # fmt: skip
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -255,22 +269,39 @@ def has_switch(module: nn.Module) -> bool:
     )
 
 
-NOT_REPEATABLE: Final = "Modules are not computed again: they save other tensors the second time, or overwrite inputs"
+NOT_REPEATABLE: Final = (
+    "Modules are not computed again: they compute or save something else the second time, or overwrite inputs"
+)
 _CHANGED_INPUT: Final = "modified by an inplace operation"  # In PyTorch's error
 
 
 def is_not_repeatable(error: BaseException) -> bool:
-    """Tells whether a backward pass failed because a module that was computed again saved other tensors, or because it
-    had overwritten its input.
+    """Tells whether a backward pass failed because a module that was computed again saved other tensors, or other
+    values, or because it had overwritten its input.
     """
-    return any(isinstance(link, CheckpointError) or _CHANGED_INPUT in str(link) for link in error_chain(error))
+    return any(
+        isinstance(link, (CheckpointError, _OtherValuesError)) or _CHANGED_INPUT in str(link)
+        for link in error_chain(error)
+    )
 
 
 @contextmanager
-def computed_on(rung: Rung, model: nn.Module, on_left: Callable[[int], object] = int) -> Iterator[None]:
-    """Computes the forward and backward passes in the block on a rung; the model is as it was after it. `on_left` is
-    called with the bytes of each tensor that leaves for the host.
+def computed_on(
+    rung: Rung,
+    model: nn.Module,
+    on_left: Callable[[int], object] = int,
+    *,
+    repetitions: Repetitions | None = None,
+) -> Iterator[None]:
+    """Computes the forward and backward passes in the block on a rung; the model is as it was after it.
+
+    Args:
+        rung: The rung.
+        model: The model.
+        on_left: Called with the bytes of each tensor that leaves for the host.
+        repetitions: Compares modules that are computed again with their first pass; None: in this block.
     """
+    repetitions = repetitions or Repetitions()
     segments: dict[str, list[slice]] = defaultdict(list)
     for name in rung.recompute:
         path, segment = _place_of(name)
@@ -279,8 +310,9 @@ def computed_on(rung: Rung, model: nn.Module, on_left: Callable[[int], object] =
         if rung.offload:
             stack.enter_context(OffloadedActivations(model, on_left))
         for path, parts in segments.items():
-            stack.enter_context(_recomputed(model.get_submodule(path), parts))
-        yield
+            stack.enter_context(_recomputed(model.get_submodule(path), parts, repetitions))
+        with repetitions.counted(rung) if segments else nullcontext():
+            yield
 
 
 def _place_of(name: str) -> tuple[str, slice | None]:
@@ -290,12 +322,12 @@ def _place_of(name: str) -> tuple[str, slice | None]:
     return path, slice(int(start), int(stop)) if bounds else None
 
 
-def _recomputed(module: Any, segments: Sequence[slice]) -> AbstractContextManager[None]:
+def _recomputed(module: Any, segments: Sequence[slice], repetitions: Repetitions) -> AbstractContextManager[None]:
     if segments:
-        return _forward_replaced(module, partial(_forward_in_segments, [*module], segments))
+        return _forward_replaced(module, partial(_forward_in_segments, [*module], segments, repetitions))
     if has_switch(module):
-        return _switched_on(module)
-    return _forward_replaced(module, partial(_forward_again, [module], module.forward))
+        return _switched_on(module, repetitions)
+    return _forward_replaced(module, partial(_forward_again, [module], repetitions, module.forward))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -511,13 +543,13 @@ def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterato
 
 
 @contextmanager
-def _switched_on(module: Any) -> Iterator[None]:
+def _switched_on(module: Any, repetitions: Repetitions) -> Iterator[None]:
     kind = next(kind for kind in _SWITCHES if hasattr(module, f"{kind}_checkpointing_enable"))
     if getattr(module, f"is_{kind}_checkpointing"):
         yield
         return
     # Buffers are the model's own concern: it does not tell which of its parts a pass is of.
-    settings = {"use_reentrant": False, "context_fn": lambda: _StateBefore([]).contexts()}
+    settings = {"use_reentrant": False, "context_fn": lambda: _StateBefore([], repetitions).contexts()}
     getattr(module, f"{kind}_checkpointing_enable")(**{f"{kind}_checkpointing_kwargs": settings})
     try:
         yield
@@ -525,12 +557,18 @@ def _switched_on(module: Any) -> Iterator[None]:
         getattr(module, f"{kind}_checkpointing_disable")()
 
 
-def _forward_in_segments(modules: Sequence[nn.Module], segments: Sequence[slice], /, input: Any) -> Any:  # noqa: A002 - as in `nn.Sequential`
+def _forward_in_segments(
+    modules: Sequence[nn.Module],
+    segments: Sequence[slice],
+    repetitions: Repetitions,
+    /,
+    input: Any,  # noqa: A002 - as in `nn.Sequential`
+) -> Any:
     """Calls the modules of a sequence one after the other; the backward pass computes the segments again."""
     given, done = input, 0
     for segment in segments:
         given = _in_turn(modules[done : segment.start], given)
-        given = _forward_again(modules[segment], partial(_in_turn, modules[segment]), given)
+        given = _forward_again(modules[segment], repetitions, partial(_in_turn, modules[segment]), given)
         done = segment.stop
     return _in_turn(modules[done:], given)
 
@@ -541,11 +579,13 @@ def _in_turn(modules: Sequence[nn.Module], given: Any) -> Any:
     return given
 
 
-def _forward_again(owners: Sequence[nn.Module], forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Runs a forward pass that the backward pass runs again, from the same random numbers and buffers."""
+def _forward_again(
+    owners: Sequence[nn.Module], repetitions: Repetitions, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Runs a forward pass that the backward pass runs again, from the same state."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    state = _StateBefore(owners)
+    state = _StateBefore(owners, repetitions, (*args, *kwargs.values()))
     # By position: a module may name its arguments as PyTorch names those of `checkpoint`, which also notices only of
     # arguments by position that they were overwritten.
     call = partial(_called_by_name, forward, tuple(kwargs))
@@ -558,22 +598,48 @@ def _called_by_name(forward: Callable[..., Any], names: Sequence[str], /, *given
     return forward(*given[:by_position], **dict(zip(names, given[by_position:], strict=True)))
 
 
-class _StateBefore(AbstractContextManager[None]):
-    """The state before a forward pass of modules: whether they train, Python's and numpy's generators, the buffers that
-    the pass changes, as a pass of BatchNorm does, and the modes that PyTorch's functions are called in. As a context,
-    it puts the state back for each repetition of the pass.
+class Repetitions:
+    """Compares modules that are computed again with their first pass, and remembers the buffers that `.data` changes.
+
+    The gradient is a function of the tensors that the first pass would have saved, so these are compared: in passes 1,
+    2, 4, 8 and so on of a rung, since comparing makes the host wait.
+
+    Args:
+        compares: Whether the tensors have values that can be compared.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, *, compares: bool = True) -> None:
+        self._compares = compares
+        self._passes: dict[tuple[str, ...], int] = {}  # By the modules that are computed again
+        self.is_compared = False  # Whether the pass that is under way is
+        self.changed: set[tuple[nn.Module, str]] = set()  # Buffers that passes change without counting a version
+
+    @contextmanager
+    def counted(self, rung: Rung) -> Iterator[None]:
+        """Counts a pass on a rung, which is computed in the block."""
+        number = self._passes.get(rung.recompute, 0) + 1
+        self.is_compared = self._compares and not number & (number - 1)
+        yield
+        self._passes[rung.recompute] = number
+
+
+class _StateBefore(AbstractContextManager[None]):
+    """The state before a forward pass of modules: whether they train, Python's and numpy's generators, attributes, the
+    contents of lists and dictionaries that the pass can reach, the buffers that it changes, as BatchNorm's does, and
+    the modes that PyTorch's functions are called in. As a context, it puts the state back for each repetition of the
+    pass.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], repetitions: Repetitions, arguments: Sequence[Any] = ()) -> None:
         parts = [part for module in modules for part in module.modules()]
+        self._repetitions = repetitions
         self._training = [(part, part.training) for part in parts]
         # PyTorch's own generators are those of `checkpoint`.
         self._generators: HostGenerators | None = HostGenerators()
-        self._generators_now: HostGenerators | None = None
+        self._python = _PythonState(parts, arguments)
         self._modes = _get_current_function_mode_stack()
-        self._entered: list[TorchFunctionMode] = []
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
-        self._now: tuple[list[tuple[nn.Module, bool]], list[tuple[nn.Module, str, Tensor | None]]] = [], []
+        self._undo = ExitStack()  # Of the repetition that is under way
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Returns the contexts of the forward pass and of its repetitions."""
@@ -587,47 +653,235 @@ class _StateBefore(AbstractContextManager[None]):
             for key, value in part._buffers.items()
             if value is not None
         ]
-        yield
+        # Kernels of BatchNorm change its statistics, after they have saved them, without counting a version.
+        statistics = {id(value.untyped_storage()) for part, _, value, *_ in held if isinstance(part, _NormBase)}
+        with _compared(statistics) if self._repetitions.is_compared else nullcontext():
+            yield
         if self._generators is not None and HostGenerators(since=self._generators).is_shared_with(self._generators):
             self._generators = None
+        self._python.forget_results()
+        for part, key, value, copy, _ in held if self._repetitions.is_compared else ():
+            if not torch.equal(value, copy):
+                self._repetitions.changed.add((part, key))
         self._buffers = [
             (part, key, copy)
             for part, key, value, copy, version in held
-            # Kernels of BatchNorm change its statistics without counting a version.
-            if isinstance(part, _NormBase) or part._buffers[key] is not value or value._version != version
+            if isinstance(part, _NormBase)
+            or part._buffers[key] is not value
+            or value._version != version
+            or (part, key) in self._repetitions.changed
         ]
 
     def __enter__(self) -> None:
         """Puts the state back."""
-        self._now = (
-            [(part, part.training) for part, _ in self._training],
-            [(part, key, part._buffers[key]) for part, key, _ in self._buffers],
-        )
+        undo = self._undo = ExitStack()
         if self._generators is not None:
-            self._generators_now = HostGenerators()
+            undo.callback(HostGenerators().restore)
             self._generators.restore()
+        undo.callback(self._python.now().restore)
+        self._python.restore()
         # A backward pass may run outside of them.
         there = _get_current_function_mode_stack()
-        self._entered = [mode for mode in self._modes if mode not in there]
-        for mode in self._entered:
-            TorchFunctionMode.__enter__(mode)
+        for mode in self._modes:
+            if mode not in there:
+                TorchFunctionMode.__enter__(mode)
+                undo.callback(TorchFunctionMode.__exit__, mode, None, None, None)
         for part, training in self._training:
+            undo.callback(setattr, part, "training", part.training)
             part.training = training
         for part, key, value in self._buffers:
+            undo.callback(part._buffers.__setitem__, key, part._buffers[key])
             # The repetition changes it.
             part._buffers[key] = value.clone()
 
     def __exit__(self, *error: object) -> None:
         """Returns to the state that was there at the repetition."""
-        modes, buffers = self._now
-        for mode in reversed(self._entered):
-            TorchFunctionMode.__exit__(mode, None, None, None)
-        for part, training in modes:
-            part.training = training
-        for part, key, value in buffers:
-            part._buffers[key] = value
-        if self._generators_now is not None:
-            self._generators_now.restore()
+        self._undo.close()
+
+
+class _PythonState:
+    """Attributes of modules, and the contents of lists, dictionaries, sets and generators among them and among the
+    arguments of a pass, as they are now.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], arguments: Sequence[Any]) -> None:
+        # PyTorch's own modules have no state beside their buffers.
+        owners = [vars(part) for part in parts if not type(part).__module__.startswith("torch.")]
+        self._attributes = [(owner, _own_attributes(owner)) for owner in owners]
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        for _, values in self._attributes:
+            self._read(values.values())
+        self._read(arguments)
+
+    def _read(self, values: Iterable[Any], depth: int = 0) -> None:
+        for value in values:
+            kind = type(value)
+            if kind not in _STATES or id(value) in self._contents:
+                continue
+            if kind in _SEQUENCES and len(value) <= _MOST_ITEMS:
+                self._contents[id(value)] = value, _STATES[kind].read(value)
+                if depth < _DEEPEST:
+                    self._read(value.values() if isinstance(value, dict) else value, depth + 1)
+            elif kind not in _SEQUENCES:
+                self._contents[id(value)] = value, _STATES[kind].read(value)
+
+    def forget_results(self) -> None:
+        """Forgets tensors of an earlier pass that this pass has replaced, as modules do that keep their last result for
+        somebody to look at: they would stay on the device until the backward pass.
+        """
+        for owner, values in self._attributes:
+            for name, value in values.items():
+                if isinstance(value, Tensor) and value.grad_fn is not None and owner.get(name) is not value:
+                    values[name] = _FORGOTTEN
+
+    def now(self) -> _PythonState:
+        """Returns the state that the same modules and objects have now."""
+        state = _PythonState((), ())
+        state._attributes = [(owner, _own_attributes(owner)) for owner, _ in self._attributes]
+        state._contents = {key: (held, _STATES[type(held)].read(held)) for key, (held, _) in self._contents.items()}
+        return state
+
+    def restore(self) -> None:
+        """Puts the state back."""
+        for owner, values in self._attributes:
+            for name in owner.keys() - values.keys() - _OF_EVERY_MODULE:
+                del owner[name]
+            owner.update((name, value) for name, value in values.items() if value is not _FORGOTTEN)
+        for held, contents in self._contents.values():
+            _STATES[type(held)].write(held, contents)
+
+
+def _own_attributes(owner: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in owner.items() if name not in _OF_EVERY_MODULE}
+
+
+def _write_list(held: list[Any], contents: list[Any]) -> None:
+    held[:] = contents
+
+
+def _write_items(held: Any, contents: Any) -> None:
+    held.clear()
+    held.update(contents)
+
+
+def _write_deque(held: deque[Any], contents: list[Any]) -> None:
+    held.clear()
+    held.extend(contents)
+
+
+def _write_bits(held: np.random.Generator, state: Any) -> None:
+    held.bit_generator.state = state
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Reads and writes the state of objects of one type."""
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], object]
+
+
+_SEQUENCES: Final = (list, dict, OrderedDict, defaultdict, set, deque)
+_STATES: Final[dict[type, _Kind]] = {
+    list: _Kind(list, _write_list),
+    **dict.fromkeys((dict, OrderedDict, defaultdict), _Kind(dict, _write_items)),
+    set: _Kind(set, _write_items),
+    deque: _Kind(list, _write_deque),
+    torch.Generator: _Kind(torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: _Kind(random.Random.getstate, random.Random.setstate),
+    np.random.Generator: _Kind(lambda held: deepcopy(held.bit_generator.state), _write_bits),
+    np.random.RandomState: _Kind(np.random.RandomState.get_state, np.random.RandomState.set_state),
+}
+_OF_EVERY_MODULE: Final = frozenset({*vars(nn.Module()), "forward"})
+_FORGOTTEN: Final = object()
+
+
+class _OtherValuesError(RuntimeError):
+    """A module that was computed again saved other values than in its first pass."""
+
+
+def _compared(left_out: Collection[int]) -> AbstractContextManager[None]:
+    """Opens a span whose saved tensors are compared with those that the backward pass gets in their place; tensors of
+    storages with some ids are left out.
+    """
+    outside = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if outside is None:
+        return nullcontext()
+    # No class with methods: an object that refers to itself would keep the pass's tensors after it.
+    pack_outside, unpack_outside = outside
+
+    def pack(tensor: Tensor) -> tuple[Any, list[_Sums]]:
+        is_left_out = tensor.layout is torch.strided and id(tensor.untyped_storage()) in left_out
+        return pack_outside(tensor), [] if is_left_out else _sums_of(tensor)
+
+    def unpack(packed: tuple[Any, list[_Sums]]) -> Tensor:
+        saved, sums = packed
+        tensor: Tensor = unpack_outside(saved)
+        if sums and not all(map(_Sums.is_near, sums, _sums_of(tensor))):
+            raise _OtherValuesError(f"Other values of a tensor of shape {[*tensor.shape]}")
+        return tensor
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sums:
+    """Sums of a tensor over all of its dimensions but one."""
+
+    values: Tensor
+    sizes: Tensor | None = None  # Sums of the absolute values; None: of whole numbers
+    tolerance: float = 0.0  # Of these
+
+    def is_near(self, other: _Sums) -> bool:
+        """Tells whether the sums are equal, but for the order in which a kernel adds up."""
+        if self.sizes is None or other.sizes is None:
+            return torch.equal(self.values, other.values)
+        near = self.tolerance * (self.sizes + self.sizes.mean())
+        pairs = (self.values, other.values), (self.sizes, other.sizes)
+        return all(
+            # Infinite sums have no difference.
+            bool((((one - again).abs() <= near) | (one == again) | (one.isnan() & again.isnan())).all())
+            for one, again in pairs
+        )
+
+
+@torch.no_grad()
+def _sums_of(tensor: Tensor) -> list[_Sums]:
+    """Adds a tensor up, on the device, without memory beside the sums; none of types without sums."""
+    kind = tensor.device.type
+    is_plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor) and not tensor.is_meta
+    # Kernels do not fill all that they save: seeds of dropout without dropout, and bytes of their own.
+    is_filled = tensor.dtype in _SUMMED and not (tensor.dtype is torch.int64 and tensor.numel() <= _SEED)
+    if not is_plain or not is_filled or not tensor.numel():
+        return []
+    is_half = torch.is_autocast_enabled(kind) or tensor.dtype.itemsize == 2
+    with on_host(), torch.autocast(kind, enabled=False):
+        values = _physical(tensor.detach())
+        values = torch.view_as_real(values) if values.is_complex() else values
+        values = values if values.dim() else values.view(1)
+        kept = {0, values.dim() - 1}
+        if not values.is_floating_point():
+            return [_Sums(values=_sum_but(values, dim, torch.int64).cpu()) for dim in kept]
+        dtype = torch.float32 if values.dtype.itemsize == 2 else values.dtype
+        tolerance = _HALF_TOLERANCE if is_half else _ROUNDED_BITS * torch.finfo(dtype).eps
+        return [
+            _Sums(
+                values=_sum_but(values, dim, dtype).cpu(),
+                sizes=_size_but(values, dim, dtype).cpu(),
+                tolerance=tolerance,
+            )
+            for dim in kept
+        ]
+
+
+def _sum_but(values: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    others = [one for one in range(values.dim()) if one != dim]
+    return values.sum(others, dtype=dtype) if others else values.to(dtype, copy=True)
+
+
+def _size_but(values: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    others = [one for one in range(values.dim()) if one != dim]
+    return torch.linalg.vector_norm(values, 1, others, dtype=dtype) if others else values.to(dtype).abs()
 
 
 class OffloadedActivations(saved_tensors_hooks):
@@ -663,7 +917,7 @@ class OffloadedActivations(saved_tensors_hooks):
             return tensor.detach(), tensor._version
         view = _View(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.is_conj(),
                      tensor.is_neg())  # fmt: skip
-        tensor = view.physical(tensor.detach())
+        tensor = _physical(tensor.detach())
         whole = _whole_storage(tensor)
         is_shared = whole.nbytes <= 2 * tensor.nbytes
         if not is_shared:
@@ -778,14 +1032,11 @@ class _View:
     is_conj: bool
     is_neg: bool
 
-    def physical(self, tensor: Tensor) -> Tensor:
-        """Returns the tensor that this is the view of, with the values that its storage has."""
-        tensor = tensor.conj() if self.is_conj else tensor
-        return torch._neg_view(tensor) if self.is_neg else tensor
-
     def of(self, whole: Tensor) -> Tensor:
         """Returns the view of a storage, whose elements `whole` has."""
-        return self.physical(whole.as_strided(self.shape, self.stride, self.offset))
+        view = whole.as_strided(self.shape, self.stride, self.offset)
+        view = view.conj() if self.is_conj else view
+        return torch._neg_view(view) if self.is_neg else view
 
 
 class _OffloadedStorage:
@@ -803,6 +1054,12 @@ class _OffloadedStorage:
     def keep(self, whole: Tensor) -> None:
         """Remembers the storage on the device for as long as a view of it is in use."""
         self._on_device = weakref.ref(whole)
+
+
+def _physical(tensor: Tensor) -> Tensor:
+    """Returns a tensor with the values that its storage has, where PyTorch conjugates or negates them when it reads."""
+    tensor = tensor.conj() if tensor.is_conj() else tensor
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
 
 
 def _whole_storage(tensor: Tensor) -> Tensor:
