@@ -16,6 +16,7 @@ from can_train.reporter import Reporter, SilentReporter
 from can_train.training.train import train_new
 from fakes.bitwise import assert_same, final_state, losses
 from fakes.killed_runs import finish, finish_killed, only_run
+from fakes.line_fit import Notices
 
 DEEP: Final = """
 import torch
@@ -172,6 +173,46 @@ def test_a_rung_is_chosen_by_hand(tmp_path: Path) -> None:
 def test_with_splitting_alone_the_error_names_the_memory(tmp_path: Path, fit: str) -> None:
     with pytest.raises(DoesNotFitError):
         train(tmp_path, RUNGS["recompute"], fit=fit)
+
+
+WIDE: Final = """
+import torch
+from torch import nn
+
+import can_train
+
+
+class Deep(can_train.Task):
+    training = {"lr_batch_size": 1, "epochs": 1}
+
+    def datasets(self):
+        generator = torch.Generator().manual_seed(0)
+        samples = [(torch.randn(LENGTH, WIDTH, generator=generator),) for _ in range(24)]
+        return {"train": samples[:16], "validation": samples[16:20], "test": samples[20:]}
+
+    def model(self):
+        return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(16)])
+
+    def loss(self, model, batch):
+        return {"square": (model(batch[0]).square().mean((1, 2)).sum(), len(batch[0]))}
+"""
+"""Layers whose weights, and so their gradients and each moment of Adam, take 16 WIDTH² · 4 bytes."""
+
+
+@pytest.mark.parametrize(
+    ("length", "width", "device", "told"),
+    [(160, 160, "24MiB", "the data leave the device"), (2, 384, "26MiB", "the optimizer's state waits on the host")],
+)
+def test_a_run_with_micro_batches_of_a_given_size_makes_room_for_the_optimizers_step(
+    tmp_path: Path, length: int, width: int, device: str, told: str
+) -> None:
+    text = WIDE.replace("LENGTH", str(length)).replace("WIDTH", str(width))
+    reporter = Notices()
+    one, other = (
+        train(tmp_path / size, size, reporter, text, batch_size=1, micro_batch_size=1) for size in ("1GiB", device)
+    )
+    assert_same(final_state(one)["model"], final_state(other)["model"])
+    assert any(told in line for line in reporter.texts)
 
 
 CHANGING: Final = DEEP.replace(

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from can_train.config.resolved import ResolvedRun
 from can_train.config.settings import TrainingSettings
-from can_train.errors import CheckpointError, FailedRunError, first_sentence
+from can_train.errors import CheckpointError, DoesNotFitError, FailedRunError, first_sentence
 from can_train.factors.observations import Outcome as AttemptOutcome
 from can_train.fit.compiled import CompiledModel, compiles_on
 from can_train.fit.engine import Engine
@@ -502,10 +502,37 @@ class Session(Parts):
         """Records an out-of-memory of any phase: the monitor's peak since then is all phases'."""
         for engine in self.engines:
             engine.record_rescue()
-        if self.data.is_there:
-            size = size_text(self.own_plan.data.num_bytes)
-            self.data.move_to_host()
-            self.reporter.notice(f"Memory ran out: the data leave the device, {size}; batches come from the host")
+        self._move_data()
+
+    def _move_data(self) -> bool:
+        """Frees the memory of data on the device; tells whether there were any."""
+        if not self.data.is_there:
+            return False
+        size = size_text(self.own_plan.data.num_bytes)
+        self.data.move_to_host()
+        self.reporter.notice(f"Memory ran out: the data leave the device, {size}; batches come from the host")
+        return True
+
+    def with_room(self, engine: PhaseEngine, reserve: Callable[[], None]) -> None:
+        """Reserves memory of an engine's optimizer step. Where there is no room, the data leave the device, and then
+        the state of the optimizers.
+
+        Raises:
+            DoesNotFitError: There is no room even then.
+        """
+        ways = iter((self._move_data, partial(self._leave_state, engine)))
+        while True:
+            try:
+                return reserve()
+            except DoesNotFitError:
+                if not any(makes_room() for makes_room in ways):
+                    raise
+
+    def _leave_state(self, engine: PhaseEngine) -> bool:
+        """Keeps the state of the optimizers on the host from now on; tells whether that can be done."""
+        ladder = engine.batcher.ladder
+        # A compiled model is traced once, on one rung.
+        return self.compiled is None and ladder.leave_state() and self.use_rung(ladder.rung)
 
     def replan_if_thawed(self) -> None:
         """Plans anew where other parameters are trained than the plans count; the logical batch stays."""
@@ -533,7 +560,7 @@ class Session(Parts):
             engine.reserve.expect(
                 engine.planner.explorer.optimizer_memory(), held_bytes=engine.optimization.device_state_bytes
             )
-            engine.reserve.hold()
+            self.with_room(engine, engine.reserve.hold)
         self.compile()
 
     def _use_thawed(self, plans: Sequence[RunPlan]) -> None:

@@ -532,7 +532,7 @@ def train(session: Session) -> None:
     session.start_clock()
     session.compile()
     for engine in session.engines:
-        ranks.on_every_rank(engine.reserve.hold)
+        ranks.on_every_rank(partial(session.with_room, engine, engine.reserve.hold))
     # A signal inside the block is only noted: the step ends and is saved before the process does.
     total, done = session.total_steps, progress.step
     pace = Pace(total, done)
@@ -834,7 +834,7 @@ def _accumulate(
                 )
         except DoesNotFitError as error:
             raise with_samples(error, session.task.describe, rows[share]) from None
-        engine.reserve.before_step()
+        session.with_room(engine, engine.reserve.before_step)
         forms = ranks.forms(engine.optimization.parameters, session.model)
     report = ShareReport(result=result, forms=forms, received=session.stops.received, is_late=session.is_late)
     return ranks.exchange(report), denominators
