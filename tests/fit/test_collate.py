@@ -17,6 +17,7 @@ from can_train.fit.collate import (
     leaves,
     numbers_in,
     pad_and_stack,
+    replace_leaves,
     samples_in,
     select_samples,
     to_device,
@@ -195,6 +196,30 @@ def test_samples_that_are_not_built_alike_are_told_with_their_place(samples: lis
         pad_and_stack(samples)
     assert value in str(raised.value)
     assert "Write Task.collate" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [lambda row: row[::-1], lambda row: row.astype(">f4"), lambda row: row.astype(np.longdouble),
+     lambda row: np.broadcast_to(row[:1], 3), lambda row: row.astype(">c8")],
+    ids=["reversed", "big-endian", "long double", "without strides", "big-endian complex"],
+)  # fmt: skip
+def test_arrays_that_pytorch_does_not_read_as_they_are_become_tensors(changed: Callable[[Any], Any]) -> None:
+    rows = [np.arange(3, dtype=np.float32) + start for start in (0, 5)]
+    samples = [(changed(row), 1) for row in rows]
+    assert [tensor.tolist() for sample in samples for tensor in leaves(sample)] == [changed(r).tolist() for r in rows]
+    assert pad_and_stack(samples)[0].tolist() == [changed(row).tolist() for row in rows]
+
+
+@pytest.mark.parametrize(
+    "values", [["id"], [{"a": 1}], np.array(["2020-01-01"], "M8[D]")], ids=["text", "dicts", "days"]
+)
+def test_arrays_without_numbers_are_kept_as_a_list(values: Any) -> None:
+    samples = [{"x": X[0], "of": np.array(values)}] * 2
+    assert [tensor.shape for tensor in leaves(samples[0])] == [X[0].shape]
+    batch = pad_and_stack(samples)
+    assert [each.tolist() for each in batch["of"]] == [np.array(values).tolist()] * 2
+    assert replace_leaves(samples[0], iter([7]))["x"] == 7
 
 
 def test_numbers_of_several_kinds_become_the_widest() -> None:

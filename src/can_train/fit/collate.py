@@ -1,5 +1,6 @@
 """Makes batches of samples, moves them to a device, and takes samples out of them again."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial, reduce
@@ -24,12 +25,37 @@ def leaves(sample: Any) -> Iterator[Tensor]:
         yield from tensor.unbind() if tensor.is_nested else (tensor,)
 
 
+def has_numbers(value: Any) -> bool:
+    """Tells whether an object is a tensor or an array of numbers: an array of text, of times or of objects is none."""
+    return isinstance(value, Tensor) or (isinstance(value, np.ndarray) and value.dtype.kind in "biufc")
+
+
+def _as_tensor(numbers: Tensor | NDArray[Any]) -> Tensor:
+    """Returns numbers as a tensor, which shares the memory of an array where PyTorch reads numbers as they are there:
+    no reversed axes, no other order of bytes, no more than 64 bits for a number.
+    """
+    if isinstance(numbers, Tensor):
+        return numbers
+    kind, bits = numbers.dtype.kind, 8 * numbers.dtype.itemsize
+    widest = {"f": (64, np.float64), "c": (128, np.complex128)}.get(kind)
+    if widest is not None and bits > widest[0]:
+        numbers = numbers.astype(widest[1])
+    elif not numbers.dtype.isnative:
+        numbers = numbers.astype(numbers.dtype.newbyteorder("="))
+    if any(stride < 0 for stride in numbers.strides):
+        numbers = numbers.copy()
+    if numbers.flags.writeable:
+        return torch.from_numpy(numbers)
+    with warnings.catch_warnings():
+        # PyTorch warns of tensors on memory that must not be written to, as of a mapped file: samples are read alone.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(numbers)
+
+
 def whole_leaves(sample: Any) -> Iterator[Tensor]:
     """Yields the tensors and arrays of a sample, in order, as `replace_leaves` replaces them."""
-    if isinstance(sample, Tensor):
-        yield sample
-    elif isinstance(sample, np.ndarray):
-        yield torch.from_numpy(sample)
+    if has_numbers(sample):
+        yield _as_tensor(sample)
     elif isinstance(sample, Mapping):
         for value in sample.values():
             yield from whole_leaves(value)
@@ -43,7 +69,7 @@ def whole_leaves(sample: Any) -> Iterator[Tensor]:
 
 def replace_leaves(sample: Any, others: Iterator[Any]) -> Any:
     """Returns a sample with other objects in place of its tensors and arrays, in their order."""
-    if isinstance(sample, Tensor | np.ndarray):
+    if has_numbers(sample):
         return next(others)
     if isinstance(sample, Mapping):
         return {name: replace_leaves(value, others) for name, value in sample.items()}
@@ -165,8 +191,9 @@ def _stacked(samples: Sequence[Any], place: str) -> Any:
         return first.column.stacked([sample.row for sample in samples])
     if isinstance(first, Tensor | np.ndarray):
         _check_kinds(samples, Tensor | np.ndarray, place)
-        return _stacked_tensors([torch.from_numpy(each) if isinstance(each, np.ndarray) else each
-                                 for each in samples], place)  # fmt: skip
+        return (
+            _stacked_tensors(list(map(_as_tensor, samples)), place) if all(map(has_numbers, samples)) else list(samples)
+        )
     for kind, kinds in _NUMBERS:
         if all(isinstance(sample, kinds) for sample in samples):
             # As PyTorch's own collation does: fp32 rounds 0.1 and 16777217.0, which fp64 trains on.
@@ -348,8 +375,8 @@ def _columns(batch: Any, is_listed: bool) -> Iterator[Any]:
     def of(value: Any, is_batch: bool = False) -> Iterator[Any]:
         if is_listed and _is_list(value) and (_is_long(value) or not is_batch):
             yield value
-        elif isinstance(value, Tensor | np.ndarray):
-            yield from map(_with_rows, whole_leaves(value))
+        elif has_numbers(value):
+            yield _with_rows(_as_tensor(value))
         else:
             for member in _members(value):
                 yield from of(member)
