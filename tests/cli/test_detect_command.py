@@ -192,18 +192,31 @@ def test_a_signal_ends_it_with_a_summary(number: signal.Signals, started: Start)
 
 @pytest.mark.slow
 def test_ctrl_c_in_an_alarm_tells_its_end(started: Start) -> None:
-    # All windows are flagged, so that the alarm goes on until somebody stops watching.
+    # All windows are flagged, so that alarms go on until somebody stops watching, or the bus is silent.
     detection = started("--threshold", "-1000")
     detection.feed(text())
     raised = detection.next_event()
     assert raised["event"] == "alarm"
-    while detection.next_event()["event"] != "silence":
-        pass
     detection.process.send_signal(signal.SIGINT)
     code, out, err = detection.end()
     assert code == 130
-    (last,) = map(json.loads, out.splitlines())
-    assert last["event"] == "alarm_end"
+    kinds = [raised["event"], *(json.loads(line)["event"] for line in out.splitlines())]
+    assert kinds[-1] == "alarm_end"
+    assert kinds.count("alarm") == kinds.count("alarm_end")
+    assert "of them flagged" in err
+
+
+@pytest.mark.slow
+def test_silence_ends_an_alarm_while_the_pipe_is_open(started: Start) -> None:
+    detection = started("--threshold", "-1000")
+    detection.feed(text())
+    kinds = [detection.next_event()["event"]]
+    while kinds[-1] != "silence":
+        kinds.append(detection.next_event()["event"])
+    assert kinds[-3:] == ["alarm", "alarm_end", "silence"]
+    detection.process.send_signal(signal.SIGINT)
+    code, out, err = detection.end()
+    assert (code, out) == (130, "")
     assert "200 of them flagged" in err
 
 
