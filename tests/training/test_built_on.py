@@ -1,6 +1,7 @@
 """What a run builds on is found where it is by now, and stays what it was."""
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any, cast
 import pytest
 import yaml
 
+from can_train import Task
 from can_train.errors import RunError
 from can_train.runs.run_folder import RunFolder, relocate_prerequisites, without_missing_prerequisites
 from can_train.task import BatchTask
@@ -105,3 +107,17 @@ def test_a_run_does_not_import_the_task_that_a_run_names_on_which_it_builds(
         f"A run builds on runs of its own task: {teacher.path} is of my_file.py:MyTask.\nName a run of can."
     )
     assert not mark.exists()
+
+
+def test_data_without_files_are_known_by_the_numbers_of_their_samples(tmp_path: Path) -> None:
+    class Made(Task):
+        count = 8
+
+        def datasets(self) -> Mapping[str, Any]:
+            return {"train": list(range(self.count)), "test": [1]}
+
+    for _ in range(2):
+        check_inputs_unchanged(RunFolder(tmp_path), Made())
+    Made.count = 9
+    with pytest.raises(RunError, match="the data that it began with"):
+        check_inputs_unchanged(RunFolder(tmp_path), Made())

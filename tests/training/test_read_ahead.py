@@ -3,8 +3,10 @@
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -203,6 +205,12 @@ def test_an_error_of_a_sample_names_the_sample(tmp_path: Path) -> None:
     assert "sample 39 of the set 'train': ValueError: no such picture" in str(raised.value)
     assert raised.value.traceback.splitlines()[-1] == "ValueError: no such picture"
     assert running_children() == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_calls_exit_does_not_end_a_run_well(tmp_path: Path, workers: int) -> None:
+    with pytest.raises(TaskError, match="sample 39 of the set 'train': SystemExit: 0"):
+        trained(tmp_path, failing(partial(sys.exit, 0)), workers)
 
 
 @pytest.mark.slow

@@ -359,8 +359,12 @@ class Task(BatchTask):
         return [Path(dataset.path)] if dataset.path else []
 
     def data_digest(self) -> str:
-        """Returns a digest of the files. A resumed run refuses others."""
-        return sketch(self.files(self.dataset, self.context.data_root))
+        """Returns a digest of the files, or of data without files the numbers of samples. A resumed run refuses
+        others.
+        """
+        counts = {name: len(samples) for name, samples in self.sets.items() if not isinstance(samples, TrainingStream)}
+        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+        return sketch(self.files(self.dataset, self.context.data_root)) or listed
 
     # Methods that training, planning and evaluation call
 
@@ -513,7 +517,7 @@ class Task(BatchTask):
         name, number = self._place(row)
         try:
             return self.sets[name][number]
-        except Exception:
+        except (Exception, SystemExit):
             with self.asked(f"sample {number} of the set {name!r}"):
                 raise
 
