@@ -11,6 +11,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from can_train.config.settings import TrainingSettings
 from can_train.errors import ArgumentError, CanTrainError, ConfigError, TaskError
@@ -472,6 +474,90 @@ def test_parameters_without_a_gradient_have_no_state_of_the_optimizer(target: st
     assert found.tensors.num_bytes == pytest.approx(alone.tensors.num_bytes + size, abs=4096)
     told = [notice for notice in found.notices if "4.0 MiB get no gradient in small batches" in notice]
     assert bool(told) is (target is None)
+
+
+class NormSGD(torch.optim.SGD):
+    """Reads the norm of a gradient before it steps."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if float(self.param_groups[0]["params"][0].grad.norm()) < 1e9:
+            super().step()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "same"),
+    [
+        ("torch.optim.Adafactor", None),
+        ("torch.optim.ASGD", None),
+        (lambda parameters: NormSGD(parameters, momentum=0.9), lambda p: torch.optim.SGD(p, momentum=0.9)),
+    ],
+    ids=["Adafactor", "ASGD", "a norm"],
+)
+def test_an_optimizer_that_reads_numbers_is_recorded_for_a_card(optimizer: Any, same: Any, dispatched: None) -> None:
+    model = nn.Linear(64, 4096)
+    found = of_target(model, 4, optimizer=optimizer, target="t4")
+    expected = of_target(model, 4, optimizer=same or optimizer, target="t4" if same else None)
+    assert found.tensors.num_bytes == pytest.approx(expected.tensors.num_bytes, rel=0.02)
+    assert not found.notices
+    assert any("reads numbers from tensors on the GPU, which are taken as 1" in told for told in found.assumptions)
+
+
+def test_a_packed_sequence_is_recorded_for_a_card(dispatched: None) -> None:
+    model, x = nn.LSTM(64, 128, batch_first=True), torch.zeros(32, 20, 64)
+
+    def loss_of(rows: NDArray[np.int64]) -> Tensor:
+        lengths = torch.tensor([20 - int(row) % 5 for row in rows])
+        packed = pack_padded_sequence(x[rows % 32], lengths, batch_first=True, enforce_sorted=False)
+        total: Tensor = model(packed)[0].data.square().sum()
+        return total
+
+    found = predict_peak(model, 256, loss_of=loss_of, target="t4")
+    assert not found.notices
+    assert found.parts
+
+
+class Flex(nn.Module):
+    """Flex attention: as it is, or with a mask that is on the host."""
+
+    def __init__(self, *, masked: bool) -> None:
+        super().__init__()
+        self.inner, self.bias, self.mask = nn.Linear(64, 192), nn.Parameter(torch.zeros(4)), None
+        if masked:
+            self.mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.inner(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        attended: Tensor = flex_attention(query, key, value, lambda score, b, h, q, k: score + self.bias[h], self.mask)
+        return attended.square().sum()
+
+
+def test_flex_attention_is_recorded_without_scores(dispatched: None) -> None:
+    model, x = Flex(masked=False), torch.zeros(8, 256, 64)
+    found = predict_peak(model, 64, loss_of=lambda rows: model(x[rows % 8]), target="a100-40gb")
+    assert found.tensors.num_bytes < 64 * 4 * 256 * 256 * 4
+    assert "Flex attention is computed by the kernels that torch.compile makes of it" in found.assumptions[-1]
+
+
+def test_a_step_that_runs_neither_for_a_card_nor_on_the_cpu_is_told_in_two_lines(dispatched: None) -> None:
+    model, x = Flex(masked=True), torch.zeros(8, 256, 64)
+    with pytest.raises(ArgumentError) as caught:
+        predict_peak(model, 64, loss_of=lambda rows: model(x[rows % 8]), target="a100-40gb")
+    fact, remedy = str(caught.value).splitlines()
+    assert "on the same device but got cuda:0 and cpu; FlexAttention does not support backward on CPU" in fact
+    assert "device" in remedy
+
+
+def test_a_failure_that_has_nothing_to_do_with_values_does_not_blame_them(dispatched: None) -> None:
+    model = nn.Linear(64, 64)
+
+    def loss_of(rows: NDArray[np.int64]) -> Tensor:
+        loss: Tensor = model(DATA[rows % 64]).square().sum()
+        if loss.is_cuda:
+            raise ValueError("no kernel")
+        return loss
+
+    found = predict_peak(model, 4, loss_of=loss_of, target="t4")
+    assert found.notices[0].endswith("The program cannot be recorded as CUDA would run it: ValueError: no kernel")
 
 
 WRONG: tuple[Any, ...] = (3, "x", 2.5, [], {"a": 1}, torch.ones(3), torch.device("cpu"), object())

@@ -70,7 +70,7 @@ from can_train.fit.random_state import step_generator
 from can_train.fit.recorded_limits import on_generations, read_sizes
 from can_train.fit.rungs import SPLIT_ALONE, Repetitions, Rung, computed_on
 from can_train.io.units import counted, parse_size, size_text
-from can_train.memory.allocation_trace import FIXED, GROWING, AllocationRecorder, MemoryPart
+from can_train.memory.allocation_trace import FIXED, GROWING, AllocationRecorder, AllocationTrace, MemoryPart
 from can_train.memory.allocator_settings import (
     OWN_SETTINGS,
     SETTINGS_VARIABLES,
@@ -80,7 +80,7 @@ from can_train.memory.allocator_settings import (
     settings_variable,
 )
 from can_train.memory.catalogue import ROCM, ROCM_CAVEAT, Card, find_card, other_card
-from can_train.memory.cuda_dispatch import record_on_cuda
+from can_train.memory.cuda_dispatch import FLEX_ATTENTION, record_on_cuda
 from can_train.memory.cuda_library import NoCudaDispatchError, ValuesNeededError
 from can_train.memory.cuda_workspaces import AMPERE, TENSORS
 from can_train.memory.meters import CpuMeter, is_on_meta
@@ -655,7 +655,15 @@ def _recorded(step: _Step | TaskStep, card: Card, settings: AllocatorSettings) -
                 "A model on meta is predicted from the allocations of CUDA", value=f"{error.rule}: {error.value}",
                 remedy=error.remedy or "Give a model on the CPU",
             ) from error  # fmt: skip
-        return from_small_batches(step.on_cpu(), card, error, loaded_kernels(step.model), settings)
+        try:
+            found = step.on_cpu()
+        except NotImplementedError as missing:
+            raise ArgumentError(
+                "A step that can neither be recorded as CUDA would run it nor run on the CPU cannot be predicted",
+                value=f"{error.value}; {missing}".rstrip("."),
+                remedy="Make tensors on the device of the model's inputs, as torch.arange(n, device=x.device)",
+            ) from missing
+        return from_small_batches(found, card, error, loaded_kernels(step.model), settings)
 
 
 def _priced(step: _Step | TaskStep, card: Card, settings: AllocatorSettings) -> PeakPrediction:
@@ -701,7 +709,14 @@ def _recorded_with(
             for gpu, trace in traces.items()
         }
     )
-    return found if sizes is None else _of_sizes(found, sizes)
+    return _with_assumptions(found if sizes is None else _of_sizes(found, sizes), next(iter(traces.values())))
+
+
+def _with_assumptions(found: PeakPrediction, trace: AllocationTrace) -> PeakPrediction:
+    told = [f"{optimizer} reads numbers from tensors on the GPU, which are taken as 1" for optimizer in trace.assuming]
+    if any(label.operation == FLEX_ATTENTION for label in trace.labels.values()):
+        told.append("Flex attention is computed by the kernels that torch.compile makes of it, which keep no scores")
+    return replace(found, assumptions=(*found.assumptions, *told))
 
 
 def _of_sizes(found: PeakPrediction, sizes: ValueSizes) -> PeakPrediction:

@@ -72,6 +72,7 @@ class AllocationTrace:
     events: Sequence[tuple[int, int]]
     workspaces: Mapping[int, str]  # number of an allocation to `CUBLAS` or `CUDNN`; all others are tensors
     labels: Mapping[int, Label] = field(default_factory=dict)  # by number
+    assuming: Sequence[str] = ()  # classes of optimizers that read numbers of tensors without values
 
     def replay(
         self,
@@ -230,6 +231,11 @@ class Labels:
             # A gradient that the optimizer keeps, or a tied weight, stays the first of them.
             self._marks.setdefault(number, Label(kind, *named))
 
+    @property
+    def optimizer(self) -> str:
+        """The class of the optimizer that steps now; empty where none does."""
+        return self._optimizers[-1] if self._optimizers else ""
+
     def in_graph(self, modules: Sequence[int]) -> None:
         """Follows the operations of a compiled graph, which calls no modules; `modules` are the ids of the modules that
         an operation is of, innermost last.
@@ -319,6 +325,7 @@ class AllocationRecorder(StorageTracker[int]):
         super().__init__(cuda=cuda, computes=computes)
         self.events: list[tuple[int, int]] = []
         self.workspaces: dict[int, str] = {}
+        self._assuming: set[str] = set()
         self._labels = Labels(model)
         self._operation: Any = None
         self._is_moved = False
@@ -333,7 +340,9 @@ class AllocationRecorder(StorageTracker[int]):
             # cuBLAS keeps its own for all products.
             named = labels[number]._replace(kind=WORKSPACES)
             labels[number] = named if library != CUBLAS else Label(WORKSPACES, operation="cuBLAS")
-        return AllocationTrace(events=self.events, workspaces=self.workspaces, labels=labels)
+        return AllocationTrace(
+            events=self.events, workspaces=self.workspaces, labels=labels, assuming=sorted(self._assuming)
+        )
 
     @contextmanager
     def following(self) -> Iterator[None]:

@@ -25,11 +25,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._C import DispatchKey
+from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
+from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.attention import SDPBackend
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -62,6 +65,7 @@ A100_THREADS: Final = 108 * 2048
 # Errors of fake tensors whose values are read.
 _VALUE_ERRORS: Final = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 _ENTRIES: Final = "can_train_entries"  # of a sparse tensor whose copy has none
+FLEX_ATTENTION: Final = "flex_attention"
 _TIMEOUT_S: Final = 600.0  # a step of the largest networks takes less than a minute
 _UNLIMITED: Final = 2**50
 _REPLAYED: Final = (TENSORS, CUDNN)
@@ -187,10 +191,13 @@ def compute_on_cuda(  # noqa: PLR0913 - the GPU, and how it is stood in for
         child.kill()
         child.join()
     if failure:
-        raise (ValuesNeededError if result else NoCudaDispatchError)(
-            "The program cannot be recorded on tensors without values", value=failure,
-            remedy="Let no shape and no branch of the model depend on a tensor's values",
-        )  # fmt: skip
+        # PyTorch's error of `numpy()` is of no kind of its own.
+        if result or ".numpy()" in failure:
+            raise (ValuesNeededError if result else NoCudaDispatchError)(
+                "The program cannot be recorded on tensors without values", value=failure,
+                remedy="Let no shape and no branch of the model depend on a tensor's values",
+            )  # fmt: skip
+        raise NoCudaDispatchError("The program cannot be recorded as CUDA would run it", value=failure)
     return cast("Result", result)
 
 
@@ -218,7 +225,7 @@ def _answer(
     except BaseException as error:  # noqa: BLE001 - it is the parent that says so
         # An error of a task's code has the reason as its cause.
         needs_values = any(isinstance(link, _VALUE_ERRORS) for link in error_chain(error, suppressed=True))
-        answers.send((f"{type(error).__name__}: {error}"[:MAX_QUOTED_CHARACTERS], needs_values))
+        answers.send((f"{type(error).__name__}: {error}"[:MAX_QUOTED_CHARACTERS].rstrip(" ."), needs_values))
 
 
 class RecordedGpu(Meter):
@@ -411,6 +418,7 @@ class _Recorder(AllocationRecorder):
         with self._fake:
             self._move_tensors(self._model)
         self._model.register_forward_pre_hook(_with_inputs_on_gpu, with_kwargs=True)
+        _record_flex_attention()
         self._known = set(self._model.modules())
         register_module_forward_pre_hook(self._take_in)
         self.seed_resident([*self._model.parameters(), *self._model.buffers()])
@@ -507,7 +515,14 @@ class _Recorder(AllocationRecorder):
             return func(*args, **{**kwargs, **on_host})
 
     def _from_sizes(self, func: Any, tensors: Sequence[Tensor]) -> Any:
-        """Returns the result of an operation, in an `except` clause, that depends on values: as the sizes have it."""
+        """Returns the result of an operation, in an `except` clause, that depends on values: as the sizes have it, or 1
+        for a number that an optimizer reads.
+        """
+        if func is _aten._local_scalar_dense.default and (optimizer := self._labels.optimizer):
+            self._assuming.add(optimizer)
+            dtype = tensors[0].dtype
+            # A norm or a rate decides the values of weights, and hardly ever memory.
+            return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
         use = None if self._sizes is None or not tensors else self._sizes.use(func, tensors[0])
         if use is None:
             raise  # noqa: PLE0704 - the error that is handled
@@ -563,6 +578,11 @@ class _Recorder(AllocationRecorder):
         if self._span:
             self.workspaces[number] = self._span
         return number
+
+    def attend(self, attend: Callable[..., Result], *args: Any) -> Result:
+        """Returns the result of a kernel of flex attention."""
+        with self._fake, self, self.kernel(FLEX_ATTENTION):
+            return attend(*args)
 
     def put_on_gpu(self, tensors: Iterable[Tensor]) -> None:
         """Copies tensors to the GPU that are not there yet."""
@@ -636,8 +656,13 @@ class _Recorder(AllocationRecorder):
 
 
 def _with_inputs_on_gpu(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    # Autograd must see the move: inputs may need gradients.
-    return tree_map_only(Tensor, lambda given: given if is_on_gpu(given) else given.to("cuda"), (args, kwargs))
+    # Autograd must see the move: inputs may need gradients. The sizes in a packed sequence stay on the host.
+    def move(given: Any) -> Any:
+        return given if isinstance(given, Tensor) and is_on_gpu(given) else given.to("cuda")
+
+    return tree_map_only(
+        (Tensor, PackedSequence), move, (args, kwargs), is_leaf=lambda given: isinstance(given, PackedSequence)
+    )
 
 
 def _swap(tensor: Tensor, other: Tensor) -> None:
@@ -659,6 +684,17 @@ def _swap(tensor: Tensor, other: Tensor) -> None:
 def _selected(inputs: Tensor, mask: Tensor) -> Tensor:
     inputs, mask = torch.broadcast_tensors(inputs, mask)
     return inputs[mask]
+
+
+def _record_flex_attention() -> None:
+    """Records flex attention as the kernels that `torch.compile` makes of it: they keep no scores."""
+
+    def record(attend: Callable[..., Any], recorder: _Recorder, *args: Any) -> Any:
+        return recorder.attend(attend, *args)
+
+    operators: tuple[Any, ...] = (flex_attention, flex_attention_backward)
+    for operator in operators:
+        operator.py_impl(_Recorder)(partial(record, registered_hop_fake_fns[operator]))
 
 
 # Operations with a replacement; compiled graphs copy to a device by one of their own.
