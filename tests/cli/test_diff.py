@@ -124,6 +124,29 @@ def test_micro_batches_of_two_lines_are_compared_with_as_many_samples(
     assert device["growth"] == 0
 
 
+@pytest.mark.slow
+def test_a_training_that_fits_on_a_further_rung_alone_is_told_and_is_an_error(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = "nn.Linear(256, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2)"
+    change(repository, layers, "*[nn.Linear(256, 256) for _ in range(WIDTH)], nn.Linear(256, 2)")
+    code = (repository / "sums.py").read_text()
+    (repository / "sums.py").write_text(code.replace("40_000", "8"))
+    (repository / "deep.py").write_text(code.replace("40_000", "14"))
+    deep = LINE.replace("sums", "deep")
+    lines = (LINE, deep, "--target-gpu", "sim:16MiB")
+    assert main(("diff", *lines, "--fail-above", "1000%")) == GREW
+    told = capsys.readouterr()
+    assert "fits only where the optimizer's state waits on the host, on rung offload-optimizer" in told.err
+    assert "  after: on rung offload-optimizer, the optimizer's state waits on the host." in told.out
+    (device,) = compared(capsys, *lines)["devices"]
+    assert (device["before"]["rung"], device["after"]["rung"]) == ("split", "offload-optimizer")
+    # A setting that names the rung is a choice.
+    asked = (LINE, f"{deep} --fit offload-optimizer", *lines[2:], "--fail-above", "1000%")
+    (device,) = compared(capsys, *asked)["devices"]
+    assert device["after"]["rung_is_asked"]
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [

@@ -296,10 +296,25 @@ def test_a_step_that_fits_nowhere_is_explained_on_each_rung(explained: Any, tmp_
     line = ("explain", "--task", f"{tmp_path / 'words.py'}:Words", "--batch-size", "2", "--no-changes", "--device")
     fitting, larger = explained(*line, "sim:64MiB"), explained(*line, "sim:4MiB")
     assert fitting["rungs"] == {}
+    assert (fitting["rung"], fitting["computed"]) == ("split", "batches are split")
     rungs, peak = larger["rungs"], larger["peak_bytes"]
     assert [*rungs] == ["recompute", "offload", "offload-optimizer", "offload-all"]
     assert rungs["offload-all"] < rungs["offload"] <= rungs["recompute"] < peak
     assert part_lines(larger)[-1].endswith(" MiB  offload-all")
+
+
+def test_the_rung_of_a_plan_and_no_change_without_a_saving_are_told(
+    explained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "words.py").write_text(WORDS.replace("(33,)", "(330,)"))
+    line = ("explain", "--task", f"{tmp_path / 'words.py'}:Words", "--batch-size", "2", "--device", "sim:64MiB")
+    line = (*line, "--fit", "offload-optimizer")
+    found = explained(*line)
+    assert (found["rung"], found["rung_is_asked"]) == ("offload-optimizer", True)
+    # Nothing is shown as 0.00 MiB.
+    assert min(saving["num_bytes"] for saving in found["savings"]) >= 0.005 * 2**20
+    assert main((*line, "--no-changes", "--state-dir", str(tmp_path))) == 0
+    assert "It is on rung offload-optimizer: the optimizer's state waits on the host." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])

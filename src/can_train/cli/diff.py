@@ -18,6 +18,7 @@ from can_train.cli.output import Quiet, print_aside, print_json, print_tables, p
 from can_train.cli.run_locator import AsJson, RunLocator, RunsDir, StateDir, TrustCode
 from can_train.cli.train_options import check_targets
 from can_train.config.resolved import plain_to_yaml
+from can_train.config.settings import CHOICES
 from can_train.errors import CanTrainError, ConfigError, GrewError
 from can_train.io.units import size_text
 from can_train.reporter import TextTable
@@ -26,6 +27,8 @@ _PROGRAMS: Final = ("can-train", "./can-train")  # that a line may begin with
 _MIB: Final = 2**20
 _CONFIG: Final = "run.yaml"
 _BATCH: Final = "--batch-size"
+_SPLIT: Final = "split"  # The rung of a step that is only split
+_OF_RUNG: Final = ("rung", "rung_is_asked", "computed")  # An earlier revision's plan has none of them
 
 
 def make_diff_command(words: list[str]) -> Any:
@@ -208,8 +211,8 @@ def _explained(sides: Sequence[_Side], common: Sequence[str], *, quiet: bool) ->
     # In one micro-batch: in a second one, gradients would be added to the gradients of the first.
     samples = str(min(sizes[0][0], sizes[1][0]))
     alike = _run(sides, [[*common, side.spelling(_BATCH), samples] for side in sides])
-    kept = ("whole_batch_peak_bytes", "largest_batch", "fits")
-    return [[{**same, **{name: plan[name] for name in kept}} for plan, same in zip(*both, strict=True)]
+    kept = ("whole_batch_peak_bytes", "largest_batch", "fits", *_OF_RUNG)
+    return [[{**same, **{name: plan[name] for name in kept if name in plan}} for plan, same in zip(*both, strict=True)]
             for both in zip(plans, alike, strict=True)]  # fmt: skip
 
 
@@ -270,22 +273,31 @@ class _Compared:
         return pairs or self.peaks
 
     def grew_above(self, allowed: float) -> bool:
-        """Whether the peak grew by more than a share."""
-        return self.growth > allowed
+        """Whether the peak grew by more than a share, or the training needs a further rung than before to fit."""
+        return self.growth > allowed or self.climbed
+
+    @property
+    def climbed(self) -> bool:
+        """Whether the training fits on a further rung alone, which no setting names."""
+        # The choices are in the order of trial.
+        before, after = (CHOICES["fit"].index(side.get("rung", _SPLIT)) for side in (self.before, self.after))
+        return before < after and not self.after.get("rung_is_asked", False)
 
     def sentence(self) -> str:
         """Writes both peaks."""
         if self.growth == float("inf"):
             return f"{self.device}: it does not fit any more"
+        if self.climbed:
+            return f"{self.device}: it fits only where {self.after['computed']}, on rung {self.after['rung']}"
         kind, (before, after) = max(self._judged.items(), key=lambda pair: pair[1][1] / pair[1][0])
         return f"{self.device}, {kind}: {size_text(before)} became {size_text(after)}, {self.growth:+.1%}"
 
     def to_plain(self) -> dict[str, Any]:
         """Returns strict JSON values."""
-        names = ("fits", "samples", "largest_batch", "whole_batch_peak_bytes", "peak_bytes", "kinds")
+        names = ("fits", "samples", "largest_batch", "whole_batch_peak_bytes", "peak_bytes", "kinds", *_OF_RUNG)
         return {
             "device": self.device, "growth": self.growth,
-            **{side: {name: values[name] for name in names}
+            **{side: {name: values[name] for name in names if name in values}
                for side, values in (("before", self.before), ("after", self.after))},
         }  # fmt: skip
 
@@ -309,6 +321,8 @@ class _Compared:
             [] if samples[0] == samples[1] else [f"The micro-batches have {samples[0]:,} and {samples[1]:,} samples."]
         )
         for name, values in (("before", self.before), ("after", self.after)):
+            if values.get("rung", _SPLIT) != _SPLIT:
+                notes.append(f"{name}: on rung {values['rung']}, {values['computed']}.")
             notes += [f"{name}: {notice}." for notice in values["notices"]]
         return TextTable(self.device, ("MiB", "before", "after", "change", ""), rows, notes=notes)
 

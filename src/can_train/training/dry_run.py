@@ -287,8 +287,10 @@ def explain_run(
                 else [f"It does not fit: {dry.error.rule}: {dry.error.value}. One sample is explained"]
             )
             explanation = explain(run, task, target, dry.plan, notices, changes=changes)
+            is_asked = dry.plan is not None and dry.plan.fullest.rung_is_asked
             explained.append(replace(explanation, whole_batch_peak_bytes=dry.whole_batch_peak_bytes,
-                                     largest_batch=dry.largest_batch, fits=dry.fits))  # fmt: skip
+                                     largest_batch=dry.largest_batch, fits=dry.fits,
+                                     rung_is_asked=is_asked))  # fmt: skip
         return explained
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from can_train.errors import CanTrainError
 from can_train.fit.prediction import TaskStep
-from can_train.fit.rungs import SPLIT_ALONE, candidates, rungs_of
+from can_train.fit.rungs import SPLIT_ALONE, Rung, candidates, rungs_of
 from can_train.fit.search import pack_worst_case
 from can_train.io.records import text_or_nothing, write_json_atomic
 from can_train.io.units import counted, size_text
@@ -56,6 +56,7 @@ _FUSED: Final = ("adamw", "adam", "sgd")  # optimizers that are fused where no a
 _SHOWN: Final = 12  # rows of the table
 _LIST_ITEM: Final = re.compile(r"(.*\.|^)(\d+)(?=\.|$)")  # a dotted name up to its first number
 _MIB: Final = 2**20
+_LEAST_SAVED_BYTES: Final = 0.005 * _MIB  # A smaller saving is written as 0.00 MiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,8 @@ class Explanation:
     largest_batch: int | None = None
     fits: bool | None = None
     rungs: Mapping[str, float] = field(default_factory=dict)  # Peak on further rungs, where no plan fits
-    ranks: int = 1  # That the plan shards the model over; the parts belong to the whole model
+    rung: Rung = SPLIT_ALONE  # That the plan computes the step on; of shards, the parts belong to the whole model
+    rung_is_asked: bool = False  # The settings name it; else it is the first rung that fits
 
     @property
     def peak_bytes(self) -> float:
@@ -106,7 +108,9 @@ class Explanation:
             "peak_bytes": self.peak_bytes, "whole_batch_peak_bytes": self.whole_batch_peak_bytes,
             "largest_batch": self.largest_batch, "fits": self.fits,
             "kinds": self.by_kind, "rungs": dict(self.rungs), "parts": [vars(part) for part in self.parts],
-            "savings": [vars(saving) for saving in self.savings], "notices": list(self.notices), "ranks": self.ranks,
+            "savings": [vars(saving) for saving in self.savings], "notices": list(self.notices),
+            "ranks": self.rung.ranks, "rung": self.rung.name, "rung_is_asked": self.rung_is_asked,
+            "computed": self.rung.describe(),
         }  # fmt: skip
 
     def write(self, folder: RunFolder) -> None:
@@ -200,7 +204,7 @@ def explain(  # noqa: PLR0913 - the step, and whether its changes are recorded
         rungs = {} if plan is not None else _on_rungs(step, target.key, peak_of)
         return Explanation(device=target.key, samples=len(step.batch), num_parts=step.num_parts, parts=found.parts,
                            savings=savings, basis=basis, notices=(*notices, *found.notices), rungs=rungs,
-                           ranks=step.rung.ranks)  # fmt: skip
+                           rung=step.rung)  # fmt: skip
     return _on_host(step, target.key, notices, changes=changes, fits=plan is not None)
 
 
@@ -214,7 +218,7 @@ def _on_host(step: TaskStep, device_key: str, notices: Sequence[str], *, changes
     return Explanation(
         device=device_key, samples=len(step.batch), num_parts=step.num_parts, parts=parts,
         savings=savings, rungs={} if fits else _on_rungs(step, device_key, _peak_on_host),
-        basis="run on the CPU, as the simulated GPU counts it", notices=tuple(notices), ranks=step.rung.ranks,
+        basis="run on the CPU, as the simulated GPU counts it", notices=tuple(notices), rung=step.rung,
     )  # fmt: skip
 
 
@@ -264,7 +268,7 @@ def _savings(step: TaskStep, parts: Sequence[MemoryPart], peak_of: Any) -> tuple
         try:
             with CatchOutOfMemory():
                 saved = peak - peak_of(changed)
-                if saved > 0:
+                if saved >= _LEAST_SAVED_BYTES:
                     savings.append(Saving(change=change, num_bytes=saved, keeps_gradient=keeps_gradient))
         except (CanTrainError, RuntimeError, TypeError, ValueError):
             continue
@@ -335,6 +339,7 @@ def explanation_tables(explanation: Explanation) -> list[TextTable]:
     kinds = [(kind, _mib(size), _share(size, peak)) for kind, size in explanation.by_kind.items()]
     named = [part for part in explanation.parts if part.kind != ROUNDING]
     rest = sum(part.num_bytes for part in named[_SHOWN:])
+    computed = [f"It is on rung {explanation.rung.name}: {explanation.rung.describe()}."] if explanation.rung else []
     largest = [(part.kind, _short(part.module), _short(part.operation), _mib(part.num_bytes))
                for part in named[:_SHOWN]]  # fmt: skip
     if rest:
@@ -344,7 +349,7 @@ def explanation_tables(explanation: Explanation) -> list[TextTable]:
             title,
             ("kind", "MiB", "share"),
             [*kinds, ("peak", _mib(peak), "100.0%")],
-            notes=[f"The step was {explanation.basis}."],
+            notes=[f"The step was {explanation.basis}.", *computed],
         ),
         TextTable("Largest parts", ("kind", "module", "operation", "MiB"), largest),
     ]
