@@ -390,7 +390,7 @@ def losses_in_a_list() -> nn.Module:
 
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
             x = super().forward(x)
-            self.losses.append(x.square().mean())
+            self.losses.append(x.square().sum())
             return x
 
     class Balanced(Blocks):
@@ -512,6 +512,48 @@ def test_the_last_result_of_a_module_is_freed_once_a_pass_replaces_it() -> None:
         loss.backward()
     assert model.blocks[0].last is kept
     assert first
+
+
+def test_a_failed_pass_of_modules_that_hand_on_a_dictionary_leaves_no_tensors() -> None:
+    model = scores_in_a_dictionary()
+    rung = Rung(recompute=tuple(candidates(model)))
+
+    def fail() -> None:
+        with computed_on(rung, model):
+            model(torch.randn(4, 16))
+            raise ValueError("the loss failed")
+
+    with simulated_gpu("64MiB", model) as meter:
+        before = meter.allocated_bytes()
+        with pytest.raises(ValueError, match="the loss failed"):
+            fail()
+        model.options = {}  # type: ignore[assignment]
+        meter.release()
+        assert meter.allocated_bytes() == before
+
+
+def test_losses_that_a_failed_part_has_appended_are_not_added_again() -> None:
+    def gradients(*, fails: bool) -> State:
+        seed_everything(0)
+        model, x, failures = losses_in_a_list(), torch.randn(4, 16), [1] * fails
+
+        def losses_of(start: int, stop: int) -> Any:
+            total = Blocks.forward(model, x[start:stop]).sum()  # type: ignore[arg-type]
+            if failures:
+                failures.clear()
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            listed = [block.losses for block in model.blocks]  # type: ignore[union-attr]
+            total = total + sum(loss for losses in listed for loss in losses)
+            for losses in listed:
+                losses.clear()
+            return {"loss": (total, stop - start)}
+
+        result = MicroBatcher(model, meter=SimulatedMeter(64 * MIB), fit="split").run(losses_of, 4)
+        assert result.ooms_rescued == fails
+        return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+    rescued, alone = gradients(fails=True), gradients(fails=False)
+    assert all(torch.allclose(rescued[name], alone[name], rtol=1e-3) for name in alone)
 
 
 def named(model: nn.Module) -> list[str]:

@@ -36,7 +36,7 @@ from can_train.fit.optimizer import make_optimizer, only_trained
 from can_train.fit.optimizer_memory import OptimizerMemory, measure_optimizer
 from can_train.fit.packing import BatchCosts, batch_totals
 from can_train.fit.precision import Precision
-from can_train.fit.random_state import Snapshot, step_generator
+from can_train.fit.random_state import PythonState, Snapshot, modules_of, step_generator
 from can_train.fit.rescue import allocate_ballast
 from can_train.fit.rungs import SPLIT_ALONE, ModuleCost, Repetitions, Rung, computed_on, measure_modules, rung_of
 from can_train.fit.search import (
@@ -861,6 +861,7 @@ class Explorer:
         """Runs forward and backward of a batch, or of a part of it; drops the gradients, also where it fails."""
         # Each part of a batch holds copies of the buffers, beside the step's.
         held, left = Snapshot(self.model, self.meter.device), list[int]()
+        before = PythonState(modules_of(self.model), ()).without_results()
         try:
             with computed_on(self.rung, self.model, left.append, repetitions=self._repetitions):
                 batch = self._batch(rows, coupled=True)
@@ -868,6 +869,10 @@ class Explorer:
                 weighted_loss(losses, self.task.loss_weights).backward()
             if stop is None and left and sum(left) > self.left_most.get(self.rung, (0,))[0]:
                 self.left_most[self.rung] = sum(left), rows
+        except BaseException:
+            # Modules may collect losses in a list, which would keep the failed pass's tensors.
+            before.restore()
+            raise
         finally:
             del held
             self._reset_shards()

@@ -7,8 +7,11 @@ from __future__ import annotations
 import ctypes
 import random
 import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
@@ -16,6 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+# Of a list or dictionary that a module hands on. What is larger or deeper is looked up, and has no state of a pass.
+_MOST_ITEMS: Final = 1000
+_DEEPEST: Final = 2
 _MT19937_BYTES: Final = 4 * (624 + 1)  # 624 words of state, and the position in them
 _COMPARED_BYTES: Final = 4 * (16 + 1)  # The position and the 16 words next to it: they differ wherever two states do
 
@@ -119,15 +125,130 @@ class Generators:
             torch.cuda.set_rng_state(self._cuda, self._device)
 
 
+class PythonState:
+    """Attributes of modules, and the contents of lists, dictionaries, sets and generators among them and among the
+    arguments of a pass, as they are now.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], arguments: Sequence[Any]) -> None:
+        # PyTorch's own modules have no state beside their buffers.
+        owners = [vars(part) for part in parts if not type(part).__module__.startswith("torch.")]
+        self._attributes = [(owner, _own_attributes(owner)) for owner in owners]
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        for _, values in self._attributes:
+            self._read(values.values())
+        self._read(arguments)
+
+    def _read(self, values: Iterable[Any], depth: int = 0) -> None:
+        for value in values:
+            kind = type(value)
+            if kind not in _STATES or id(value) in self._contents:
+                continue
+            if kind in _SEQUENCES and len(value) <= _MOST_ITEMS:
+                self._contents[id(value)] = value, _STATES[kind].read(value)
+                if depth < _DEEPEST:
+                    self._read(value.values() if isinstance(value, dict) else value, depth + 1)
+            elif kind not in _SEQUENCES:
+                self._contents[id(value)] = value, _STATES[kind].read(value)
+
+    def without_results(self) -> PythonState:
+        """Returns the state without tensors of earlier passes, which would stay on the device; the results of a pass
+        that has failed are cut off from its graph in their place.
+        """
+        for _, values in self._attributes:
+            for name, value in values.items():
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    values[name] = _CUT_OFF
+        return self
+
+    def forget_results(self) -> None:
+        """Forgets tensors of an earlier pass that this pass has replaced, as modules do that keep their last result for
+        somebody to look at: they would stay on the device until the backward pass.
+        """
+        for owner, values in self._attributes:
+            for name, value in values.items():
+                if isinstance(value, Tensor) and value.grad_fn is not None and owner.get(name) is not value:
+                    values[name] = _FORGOTTEN
+
+    def now(self) -> PythonState:
+        """Returns the state that the same modules and objects have now."""
+        state = PythonState((), ())
+        state._attributes = [(owner, _own_attributes(owner)) for owner, _ in self._attributes]
+        state._contents = {key: (held, _STATES[type(held)].read(held)) for key, (held, _) in self._contents.items()}
+        return state
+
+    def restore(self) -> None:
+        """Puts the state back."""
+        for owner, values in self._attributes:
+            for name in owner.keys() - values.keys() - _OF_EVERY_MODULE:
+                del owner[name]
+            for name, value in values.items():
+                if value is _CUT_OFF:
+                    result = owner.get(name)
+                    owner[name] = result.detach() if isinstance(result, Tensor) else result
+                elif value is not _FORGOTTEN:
+                    owner[name] = value
+        for held, contents in self._contents.values():
+            _STATES[type(held)].write(held, contents)
+
+
+def _own_attributes(owner: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in owner.items() if name not in _OF_EVERY_MODULE}
+
+
+def _write_list(held: list[Any], contents: list[Any]) -> None:
+    held[:] = contents
+
+
+def _write_items(held: Any, contents: Any) -> None:
+    held.clear()
+    held.update(contents)
+
+
+def _write_deque(held: deque[Any], contents: list[Any]) -> None:
+    held.clear()
+    held.extend(contents)
+
+
+def _write_bits(held: np.random.Generator, state: Any) -> None:
+    held.bit_generator.state = state
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Reads and writes the state of objects of one type."""
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], object]
+
+
+_SEQUENCES: Final = (list, dict, OrderedDict, defaultdict, set, deque)
+_STATES: Final[dict[type, _Kind]] = {
+    list: _Kind(list, _write_list),
+    **dict.fromkeys((dict, OrderedDict, defaultdict), _Kind(dict, _write_items)),
+    set: _Kind(set, _write_items),
+    deque: _Kind(list, _write_deque),
+    torch.Generator: _Kind(torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: _Kind(random.Random.getstate, random.Random.setstate),
+    np.random.Generator: _Kind(lambda held: deepcopy(held.bit_generator.state), _write_bits),
+    np.random.RandomState: _Kind(np.random.RandomState.get_state, np.random.RandomState.set_state),
+}
+_OF_EVERY_MODULE: Final = frozenset({*vars(nn.Module()), "forward"})
+_FORGOTTEN: Final = object()
+_CUT_OFF: Final = object()
+
+
 class Snapshot:
-    """The generators of the host and of a device, and a model's buffers, as they are now; `since` is an earlier one of
-    the same model, which shares everything that has not changed.
+    """The generators of the host and of a device, and a model's buffers and attributes, as they are now; `since` is an
+    earlier one of the same model, which shares everything that has not changed.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, since: Snapshot | None = None) -> None:
         earlier = None if since is None else since._generators
         self._generators: Generators = Generators(device, since=earlier)
         self._modules: list[nn.Module] = modules_of(model) if since is None else since._modules
+        # Modules may collect losses in a list: those of a failed pass are no losses of the next one.
+        self._python = PythonState(self._modules, ()).without_results()
         # A module may replace a buffer rather than write into it, so module and name are kept beside the tensor. A
         # buffer that is None may be made in the first pass.
         self._buffers = [
@@ -145,11 +266,13 @@ class Snapshot:
     def release(self) -> None:
         """Frees the copies of the buffers; the rest is for `since`."""
         self._buffers.clear()
+        self._python = PythonState((), ())
         self._has_buffers = False
 
     def restore(self) -> None:
         """Restores everything, bit by bit."""
         self._generators.restore()
+        self._python.restore()
         with torch.no_grad():
             for module, name, buffer, value in self._buffers:
                 module._buffers[name] = None if buffer is None or value is None else written_back(buffer, value)

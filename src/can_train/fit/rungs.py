@@ -8,12 +8,10 @@ the state of the optimizer waits there between its steps (`offloaded_state.py`).
 from __future__ import annotations
 
 import math
-import random
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -31,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from can_train.errors import ConfigError, nearest_first
-from can_train.fit.random_state import HostGenerators
+from can_train.fit.random_state import HostGenerators, PythonState
 from can_train.io.units import counted
 from can_train.memory.cuda_operators import is_on_device, offloading, on_host
 from can_train.memory.host import HOST_SHARE, room_bytes
@@ -50,9 +48,6 @@ _LEAST_SEGMENTED: Final = 4  # Modules of a sequence that is recomputed in segme
 _SWITCHES: Final = ("activation", "gradient")  # Kinds of checkpointing, as transformers 5 and 4 name their switch
 _KNAPSACK_UNITS: Final = 1000  # Parts of the room for activations: units of packing modules
 _LEAST_SECONDS: Final = 1e-9
-# Of a list or dictionary that a module hands on. What is larger or deeper is looked up, and has no state of a pass.
-_MOST_ITEMS: Final = 1000
-_DEEPEST: Final = 2
 # Kernels that add up in any order round differently each time. Relative to the sums of absolute values, in units of the
 # last bit; in half precision, as a share.
 _ROUNDED_BITS: Final = 64
@@ -585,15 +580,24 @@ def _forward_again(
     """Runs a forward pass that the backward pass runs again, from the same state."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    state = _StateBefore(owners, repetitions, (*args, *kwargs.values()))
+    given = *args, *kwargs.values()
+    state = _StateBefore(owners, repetitions, given)
+    objects = [None if isinstance(value, Tensor) else value for value in given]
+    # A dictionary with results of this pass would refer to the graph, and the graph to the dictionary: nothing would
+    # free a pass that has failed.
+    repetitions.after_pass += [objects.clear, state.forget]
     # By position: a module may name its arguments as PyTorch names those of `checkpoint`, which also notices only of
-    # arguments by position that they were overwritten.
-    call = partial(_called_by_name, forward, tuple(kwargs))
-    return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=state.contexts)
+    # tensors by position that they were overwritten.
+    tensors = [value if isinstance(value, Tensor) else None for value in given]
+    call = partial(_called_by_name, forward, tuple(kwargs), objects)
+    return checkpoint(call, *tensors, use_reentrant=False, context_fn=state.contexts)
 
 
-def _called_by_name(forward: Callable[..., Any], names: Sequence[str], /, *given: Any) -> Any:
-    """Calls a function with the last of the given arguments by their names."""
+def _called_by_name(
+    forward: Callable[..., Any], names: Sequence[str], objects: Sequence[Any], /, *tensors: Tensor | None
+) -> Any:
+    """Calls a function with tensors, and objects in the places between them; the last arguments have names."""
+    given = [value if tensor is None else tensor for tensor, value in zip(tensors, objects, strict=True)]
     by_position = len(given) - len(names)
     return forward(*given[:by_position], **dict(zip(names, given[by_position:], strict=True)))
 
@@ -613,14 +617,20 @@ class Repetitions:
         self._passes: dict[tuple[str, ...], int] = {}  # By the modules that are computed again
         self.is_compared = False  # Whether the pass that is under way is
         self.changed: set[tuple[nn.Module, str]] = set()  # Buffers that passes change without counting a version
+        self.after_pass: list[Callable[[], object]] = []  # Called after the pass that is under way
 
     @contextmanager
     def counted(self, rung: Rung) -> Iterator[None]:
         """Counts a pass on a rung, which is computed in the block."""
         number = self._passes.get(rung.recompute, 0) + 1
         self.is_compared = self._compares and not number & (number - 1)
-        yield
-        self._passes[rung.recompute] = number
+        try:
+            yield
+            self._passes[rung.recompute] = number
+        finally:
+            for let_go in self.after_pass:
+                let_go()
+            self.after_pass.clear()
 
 
 class _StateBefore(AbstractContextManager[None]):
@@ -636,10 +646,14 @@ class _StateBefore(AbstractContextManager[None]):
         self._training = [(part, part.training) for part in parts]
         # PyTorch's own generators are those of `checkpoint`.
         self._generators: HostGenerators | None = HostGenerators()
-        self._python = _PythonState(parts, arguments)
+        self._python = PythonState(parts, arguments)
         self._modes = _get_current_function_mode_stack()
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._undo = ExitStack()  # Of the repetition that is under way
+
+    def forget(self) -> None:
+        """Lets go of the objects whose state is known: their passes are over."""
+        self._python = PythonState((), ())
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Returns the contexts of the forward pass and of its repetitions."""
@@ -697,103 +711,6 @@ class _StateBefore(AbstractContextManager[None]):
     def __exit__(self, *error: object) -> None:
         """Returns to the state that was there at the repetition."""
         self._undo.close()
-
-
-class _PythonState:
-    """Attributes of modules, and the contents of lists, dictionaries, sets and generators among them and among the
-    arguments of a pass, as they are now.
-    """
-
-    def __init__(self, parts: Sequence[nn.Module], arguments: Sequence[Any]) -> None:
-        # PyTorch's own modules have no state beside their buffers.
-        owners = [vars(part) for part in parts if not type(part).__module__.startswith("torch.")]
-        self._attributes = [(owner, _own_attributes(owner)) for owner in owners]
-        self._contents: dict[int, tuple[Any, Any]] = {}
-        for _, values in self._attributes:
-            self._read(values.values())
-        self._read(arguments)
-
-    def _read(self, values: Iterable[Any], depth: int = 0) -> None:
-        for value in values:
-            kind = type(value)
-            if kind not in _STATES or id(value) in self._contents:
-                continue
-            if kind in _SEQUENCES and len(value) <= _MOST_ITEMS:
-                self._contents[id(value)] = value, _STATES[kind].read(value)
-                if depth < _DEEPEST:
-                    self._read(value.values() if isinstance(value, dict) else value, depth + 1)
-            elif kind not in _SEQUENCES:
-                self._contents[id(value)] = value, _STATES[kind].read(value)
-
-    def forget_results(self) -> None:
-        """Forgets tensors of an earlier pass that this pass has replaced, as modules do that keep their last result for
-        somebody to look at: they would stay on the device until the backward pass.
-        """
-        for owner, values in self._attributes:
-            for name, value in values.items():
-                if isinstance(value, Tensor) and value.grad_fn is not None and owner.get(name) is not value:
-                    values[name] = _FORGOTTEN
-
-    def now(self) -> _PythonState:
-        """Returns the state that the same modules and objects have now."""
-        state = _PythonState((), ())
-        state._attributes = [(owner, _own_attributes(owner)) for owner, _ in self._attributes]
-        state._contents = {key: (held, _STATES[type(held)].read(held)) for key, (held, _) in self._contents.items()}
-        return state
-
-    def restore(self) -> None:
-        """Puts the state back."""
-        for owner, values in self._attributes:
-            for name in owner.keys() - values.keys() - _OF_EVERY_MODULE:
-                del owner[name]
-            owner.update((name, value) for name, value in values.items() if value is not _FORGOTTEN)
-        for held, contents in self._contents.values():
-            _STATES[type(held)].write(held, contents)
-
-
-def _own_attributes(owner: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in owner.items() if name not in _OF_EVERY_MODULE}
-
-
-def _write_list(held: list[Any], contents: list[Any]) -> None:
-    held[:] = contents
-
-
-def _write_items(held: Any, contents: Any) -> None:
-    held.clear()
-    held.update(contents)
-
-
-def _write_deque(held: deque[Any], contents: list[Any]) -> None:
-    held.clear()
-    held.extend(contents)
-
-
-def _write_bits(held: np.random.Generator, state: Any) -> None:
-    held.bit_generator.state = state
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """Reads and writes the state of objects of one type."""
-
-    read: Callable[[Any], Any]
-    write: Callable[[Any, Any], object]
-
-
-_SEQUENCES: Final = (list, dict, OrderedDict, defaultdict, set, deque)
-_STATES: Final[dict[type, _Kind]] = {
-    list: _Kind(list, _write_list),
-    **dict.fromkeys((dict, OrderedDict, defaultdict), _Kind(dict, _write_items)),
-    set: _Kind(set, _write_items),
-    deque: _Kind(list, _write_deque),
-    torch.Generator: _Kind(torch.Generator.get_state, torch.Generator.set_state),
-    random.Random: _Kind(random.Random.getstate, random.Random.setstate),
-    np.random.Generator: _Kind(lambda held: deepcopy(held.bit_generator.state), _write_bits),
-    np.random.RandomState: _Kind(np.random.RandomState.get_state, np.random.RandomState.set_state),
-}
-_OF_EVERY_MODULE: Final = frozenset({*vars(nn.Module()), "forward"})
-_FORGOTTEN: Final = object()
 
 
 class _OtherValuesError(RuntimeError):
