@@ -1,5 +1,6 @@
 """Programs of models: recorded calls, dynamic sizes, and results as the model's, in PyTorch and in ONNX Runtime."""
 
+import io
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -158,6 +159,50 @@ class Counting(nn.Module):
 def test_a_model_that_counts_its_calls_is_exported() -> None:
     program = checked(Counting(), lambda size: torch.randn(size, 2))
     assert [slot.name for slot in program.outputs] == ["output"]
+
+
+class Changing(nn.Module):
+    """Changes its input and a buffer in each call, and returns what depends on both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("calls", torch.full((), 5.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x.mul_(2.0)) + self.calls
+
+
+def test_a_model_that_changes_itself_and_its_input_is_exported_as_it_was() -> None:
+    model = Changing()
+    batches = {size: torch.randn(size, 2) for size in SIZES}
+    program = trace(calls(model, lambda size: batches[size].clone()))
+    data, compute = torch_program(program, {})
+    assert largest_difference(program, compute) < 1e-5
+    assert float(model.calls) == 5.0
+    loaded = torch.export.load(io.BytesIO(data))
+    assert float(loaded.state_dict["called.calls"]) == 5.0
+    (result,) = loaded.module()(batches[3].clone())
+    assert torch.allclose(result, model.layer(2 * batches[3]) + 6.0)
+
+
+def test_padded_places_of_an_encoder_are_compared_as_the_program_computes_them() -> None:
+    def padded(size: int) -> Tensor:
+        tokens = torch.randint(1, 10, (size, size + 4))
+        tokens[0, size:] = 0
+        return tokens
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(10, 8)
+            self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.encoder(self.embedding(tokens), src_key_padding_mask=tokens == 0)
+
+    checked(Encoder(), padded)
 
 
 class Attention(nn.Module):

@@ -5,15 +5,19 @@ arguments and in its result become inputs and outputs with names.
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import chain
 from keyword import iskeyword
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from can_train.errors import ConfigError, DataError, unknown_name
+from can_train.fit.random_state import Snapshot
 
 BATCH: Final = "batch"
 _PLAIN: Final = (type(None), bool, int, float, str, torch.dtype, torch.device)  # arguments that are part of the program
@@ -95,6 +99,26 @@ class TensorCall(nn.Module):
         return tuple(tensor for _, tensor in leaves)
 
 
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Opens a block that calls a model as it is written; restores its buffers and the random generators after it: a
+    model may change them in each call.
+
+    Without gradients PyTorch has a faster path of attention, which writes zeros where a sequence is padded; programs do
+    not.
+    """
+    first = next(chain(model.parameters(), model.buffers()), None)
+    snapshot = Snapshot(model, torch.device("cpu") if first is None else first.device)
+    attention = torch.backends.mha
+    has_fast_path = attention.get_fastpath_enabled()
+    attention.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        attention.set_fastpath_enabled(has_fast_path)
+        snapshot.restore()
+
+
 def record_call(model: nn.Module, use: Callable[[], None], part: str | None, samples: int) -> Call:
     """Records a call of a model, or of a part of it.
 
@@ -110,6 +134,8 @@ def record_call(model: nn.Module, use: Callable[[], None], part: str | None, sam
     names, calls, handles = {module: name for name, module in model.named_modules()}, list[Call](), list[Any]()
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        # The model may change its inputs.
+        args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         calls.append(Call(names[module], module, args, kwargs, samples))
 
     if part is not None and part not in names.values():
@@ -117,7 +143,7 @@ def record_call(model: nn.Module, use: Callable[[], None], part: str | None, sam
     try:
         for module in names:
             handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
-        with torch.no_grad():
+        with torch.no_grad(), unchanged(model):
             use()
     finally:
         for handle in handles:

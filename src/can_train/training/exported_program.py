@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from can_train.errors import CanTrainError, ConfigError, RunError, StateError, first_sentence, without_positions
-from can_train.training.exported_call import Call, TensorCall, axis_names, check_alike
+from can_train.training.exported_call import Call, TensorCall, axis_names, check_alike, unchanged
 
 METADATA: Final = "can_train"
 """Key of the run's description in the metadata of a file."""
@@ -131,7 +131,8 @@ def _traced(call: Call, names: Sequence[str], axes: Mapping[str, Mapping[int, st
             module, tuple(given[name] for name in names), dynamic_shapes=tuple(dynamic.values())
         )
         # Tracing forgets whatever a module notes.
-        module.compute([given[name] for name in names])
+        with unchanged(call.module):
+            module.compute([given[name].clone() for name in names])
     return exported, module
 
 
@@ -199,8 +200,15 @@ def torch_program(program: Program, about: Mapping[str, Any]) -> tuple[bytes, Co
         exported.example_inputs = None
         torch.export.save(exported, file, extra_files={f"{METADATA}.json": json.dumps(about)})
         data = file.getvalue()
-        module = torch.export.load(io.BytesIO(data)).module()
-    return data, lambda tensors: module(*tensors)
+        loaded = torch.export.load(io.BytesIO(data))
+
+    def compute(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        module: Any = loaded.module()
+        with unchanged(module):
+            results: tuple[Tensor, ...] = module(*tensors)
+        return results
+
+    return data, compute
 
 
 def onnx_program(program: Program, about: Mapping[str, Any]) -> tuple[bytes, Compute]:
@@ -272,10 +280,10 @@ def largest_difference(program: Program, compute: Compute) -> float:
     largest = 0.0
     for call in program.calls:
         tensors = program.tensors(call)
-        with torch.no_grad():
-            expected = TensorCall(call, program.names).compute(tensors)
+        with torch.no_grad(), unchanged(call.module):
+            expected = TensorCall(call, program.names).compute([tensor.clone() for tensor in tensors])
             try:
-                results = compute(tensors)
+                results = compute([tensor.clone() for tensor in tensors])
             except Exception as error:
                 raise RunError(f"The exported program fails on a batch of {call.samples}, and the model does not",
                                value=first_sentence(error), remedy=_WEIGHTS) from error  # fmt: skip
@@ -295,7 +303,8 @@ def _in_double(call: Call, program: Program, tensors: Sequence[Tensor]) -> tuple
     """Computes a call in double precision; None: the model is bound to another number format."""
     precise = [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
     try:
-        return TensorCall(replace(call, module=deepcopy(call.module).double()), program.names).compute(precise)
+        with unchanged(call.module):
+            return TensorCall(replace(call, module=deepcopy(call.module).double()), program.names).compute(precise)
     except (RuntimeError, TypeError):
         return None
 
