@@ -1281,26 +1281,41 @@ def test_a_compiled_model_of_a_loop_is_predicted_as_it_is_and_stays_compiled(
 
 
 @pytest.mark.parametrize("target", [None, "t4"], ids=["on the CPU", "for a card"])
-def test_images_have_the_format_that_is_asked_for(target: str | None, dispatched: None) -> None:
+@pytest.mark.parametrize(
+    ("layer", "memory_format"), [(nn.Conv2d, torch.channels_last), (nn.Conv3d, torch.channels_last_3d)]
+)
+def test_images_and_volumes_have_the_format_that_is_asked_for(
+    layer: Any, memory_format: torch.memory_format, target: str | None, dispatched: None
+) -> None:
     formats = []
 
-    class Seen(nn.Conv2d):
+    class Seen(layer):  # type: ignore[misc]
         def forward(self, x: Tensor) -> Tensor:
-            formats.append(x.is_contiguous(memory_format=torch.channels_last))
-            found = super().forward(x)
+            formats.append(x.is_contiguous(memory_format=memory_format))
+            found: Tensor = super().forward(x)
             # A child process has its own list.
-            assert found.is_contiguous(memory_format=torch.channels_last)
+            assert formats[-1]
+            assert layer is nn.Conv3d or found.is_contiguous(memory_format=memory_format)
             return found
 
-    model, images = Seen(8, 8, 3), torch.zeros(16, 8, 12, 12)
+    model, images = Seen(8, 8, 3), torch.zeros(16, 8, *[12] * (2 if layer is nn.Conv2d else 3))
     found = predict_peak(
-        model, 16, loss_of=lambda rows: model(images[rows]).sum(), memory_format=torch.channels_last, target=target
+        model, 16, loss_of=lambda rows: model(images[rows]).sum(), memory_format=memory_format, target=target
     )
     assert all(formats)
     assert bool(formats) == (target is None)
     assert not found.notices
-    assert model(images.contiguous(memory_format=torch.channels_last)).shape[1] == 8
+    assert model(images.contiguous(memory_format=memory_format)).shape[1] == 8
     assert not model._forward_pre_hooks
+
+
+def test_images_are_left_as_they_are_where_a_format_of_volumes_is_asked_for() -> None:
+    model, images = nn.Conv2d(4, 8, 3), torch.zeros(8, 4, 16, 16)
+    found, plain = (
+        predict_peak(model, 8, loss_of=lambda rows: model(images[rows]).sum(), memory_format=memory_format)
+        for memory_format in (torch.channels_last_3d, torch.preserve_format)
+    )
+    assert found.peak_bytes == plain.peak_bytes
 
 
 def in_loop(

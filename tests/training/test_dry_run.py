@@ -139,3 +139,19 @@ def test_drives_are_simulated_anew_for_other_settings_only(tmp_path: Path) -> No
         run = resolve(RunRequest(model="gat", dataset="synthetic", values=values))
         counts.append(len(sample_task(run, SilentReporter()).train_rows))
     assert counts[0] < counts[1] == counts[2]
+
+
+class OneWeightTask(LineTask):
+    """Points on a line, and a model whose largest weight has 2 MiB."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 1024), nn.Linear(1024, 512), nn.Linear(512, 1))
+
+
+def test_weights_whose_pages_do_not_fit_are_refused_before_a_training_is(tmp_path: Path) -> None:
+    small, large = targets(tmp_path, "sim:16MiB", "sim:64MiB")
+    plans = plans_of_sample(line_run(tmp_path, batch_size=20), OneWeightTask(), [small, large], Notices())
+    refused, planned = (plan.error for plan in plans)
+    assert planned is None
+    assert refused is not None
+    assert refused.value == "they take 2.0 MiB, 22.0 MiB in pages of the allocator, the device has 16.0 MiB"

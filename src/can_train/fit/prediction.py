@@ -95,7 +95,8 @@ _PRECISIONS: Final = ("fp32", "bf16", "fp16")
 _OF_DTYPES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _HALF: Final = (torch.float16, torch.bfloat16)
 _GPU: Final = torch.device("cuda")
-_IMAGE_DIMS: Final = 4  # samples, channels, height and width
+# Samples, channels, then height and width of images, or depth, height and width of volumes.
+_DIMS_OF_FORMATS: Final = {torch.channels_last: 4, torch.channels_last_3d: 5}
 _RECORDED_STEPS: Final = 2  # the optimizer makes its state in the first one
 _CLEARED: Final = ("before", "after")
 _TOLD_SHARE: Final = 0.01  # of the peak: smaller gradients that are alive are not told
@@ -162,7 +163,8 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
         training: For a task: precision, optimizer, format of images and `compile`; None: the defaults.
         precision: For a model: `fp32`, or `bf16` or `fp16` (`amp-bf16`, `amp-fp16`) for autocast around `loss_of`; or
             the `torch.dtype`. A model whose weights have 64 bits is `fp64`.
-        memory_format: For a model: format of the images that it is called with, `torch.channels_last`.
+        memory_format: For a model: format of the images that it is called with, `torch.channels_last`, or of volumes,
+            `torch.channels_last_3d`.
         zero_grad: For a model: whether its loop clears gradients `"before"` the forward pass of a step, or `"after"`
             it: then gradients of the step before are alive in the forward pass.
         accumulation_steps: For a model: batches, each as large as `batch`, whose gradients make one optimizer step.
@@ -431,7 +433,8 @@ class _Step:
 
     def _with_format(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         def convert(given: Tensor) -> Tensor:
-            return given.contiguous(memory_format=self.memory_format) if given.dim() == _IMAGE_DIMS else given
+            has_format = given.dim() == _DIMS_OF_FORMATS.get(self.memory_format, given.dim())
+            return given.contiguous(memory_format=self.memory_format) if has_format else given
 
         return tree_map_only(Tensor, convert, (args, kwargs))
 

@@ -26,8 +26,11 @@ from can_train.fit.random_state import capture_generators, restore_generators
 from can_train.fit.run_plan import RunPlan
 from can_train.fit.rungs import SPLIT_ALONE, Rung
 from can_train.fit.sharding import fits_whole, sharded_weights, unshardable_because
+from can_train.io.units import size_text
 from can_train.memory import catalogue, meters
+from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.catalogue import UsableMemory
+from can_train.memory.simulated.allocator import reserved_for
 from can_train.reporter import Reporter, SilentReporter
 from can_train.training.chosen_weights import average_tensors
 from can_train.training.limit_recorder import AbsentRun
@@ -418,6 +421,17 @@ class _ExploredPhase:
     def plan_for(self, target: UsableMemory, rule: FactorRule, *, on_shards: bool) -> RunPlan:
         """Resolves the phase's plan for a target on the first rung that fits; raises DoesNotFitError."""
         planner, rungs = self._planner, self._planner.rungs
+        # On every rung the weights are on the device, where a single one of 1 MiB takes a page of 20 MiB.
+        sizes = [tensor.nbytes for tensor in (*planner.model.parameters(), *planner.model.buffers())]
+        has_pages = not (on_shards or target.key.startswith("cpu-"))
+        page_bytes = reserved_for(sizes, read_allocator_settings()) if has_pages else 0
+        if page_bytes > target.capacity_bytes >= sum(sizes):
+            raise DoesNotFitError(
+                "The weights of the model must fit on the device",
+                value=f"they take {size_text(sum(sizes))}, {size_text(page_bytes)} in pages of the allocator, "
+                f"the device has {size_text(target.capacity_bytes)}",
+                remedy="Choose a smaller model by its settings (--set), or a larger device",
+            )
         if on_shards:
             planner.rungs = tuple(replace(rung, ranks=planner.ranks) for rung in rungs)
         try:
