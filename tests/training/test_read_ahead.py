@@ -1,5 +1,6 @@
 """Samples are read by other processes ahead of the computation, and come to the same bits."""
 
+import errno
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from can_train import Task
 from can_train.errors import ConfigError, DoesNotFitError, FailedRunError, TaskError
@@ -197,6 +199,25 @@ def kill(number: int) -> None:
 
 def fail() -> None:
     raise ValueError("no such picture")
+
+
+def test_processes_that_give_no_sample_for_long_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "_PATIENCE_S", 0.5)
+    with pytest.warns(UserWarning, match=r"given none for 0\.5 s; the sample of row \d+ is waited for") as told:
+        trained(tmp_path, failing(partial(time.sleep, 1.8)), 2, epochs=1)
+    assert len([one for one in told if "is waited for" in str(one.message)]) <= 2, "one in training, one in a search"
+
+
+def test_processes_that_cannot_be_started_are_an_error_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_files(loader: Any) -> Any:
+        begun(loader)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    begun = DataLoader.__iter__
+    monkeypatch.setattr(DataLoader, "__iter__", out_of_files)
+    with pytest.raises(ConfigError, match=r"cannot be started: Too many open files\.\nRead with fewer of them"):
+        trained(tmp_path, augmented(Words), 2)
+    assert running_children() == []
 
 
 def test_an_error_of_a_sample_names_the_sample(tmp_path: Path) -> None:

@@ -50,6 +50,11 @@ _SHARED_SHARE: Final = 0.8  # Of the free shared memory
 _IN_PIPE_BYTES: Final = 2**16  # A larger chunk goes through shared memory
 _ALIGNMENT: Final = 64
 _END_S: Final = 5.0  # Longest wait for a worker that was killed
+_PATIENCE_S: Final = 60.0  # Without a sample from any worker, until that is said
+_WAITING: Final = (
+    "The processes that read samples have given none for {seconds:g} s; {sample} is waited for. A file system that "
+    "does not answer, or a lock, makes a data set wait for ever"
+)
 _PROBED_BYTES: Final = 2**26  # Of a data set's description, beside its tensors and arrays, that are looked at
 SHARED_MEMORY: Final = Path("/dev/shm")
 
@@ -262,7 +267,7 @@ class Readers(ABC):
     """Workers that read chunks of samples, as a block. Chunk j is read by worker j modulo their number."""
 
     def __init__(self, read: Read, shape: Shape) -> None:
-        self._read, self._shape = read, shape
+        self._read, self._shape, self._is_told = read, shape, False
 
     def __enter__(self) -> Self:
         before, handler = set(active_children()), signal.getsignal(signal.SIGCHLD)
@@ -274,19 +279,23 @@ class Readers(ABC):
                 num_workers=self._shape.workers, prefetch_factor=self._shape.chunks_ahead,
                 # The loader draws a seed of its own, which must not change the run's random numbers.
                 generator=torch.Generator(), worker_init_fn=partial(_begin_worker, os.getpid()),
-                multiprocessing_context="fork" if hasattr(os, "fork") else None,
+                multiprocessing_context="fork" if hasattr(os, "fork") else None, timeout=_PATIENCE_S,
             )  # fmt: skip
-            self._results = iter(loader)
+            try:
+                self._results = iter(loader)
+            except OSError as error:
+                _end([child for child in active_children() if child not in before])
+                raise ConfigError("The processes that read samples cannot be started", value=error.strerror or "",
+                                  remedy="Read with fewer of them: --num-workers 2; or allow more open files and "
+                                         "processes (ulimit -n, ulimit -u)") from error  # fmt: skip
+            finally:
+                # The loader's handler raises an error wherever the program stands when a worker dies.
+                signal.signal(signal.SIGCHLD, handler)
         self._workers = [child for child in active_children() if child not in before]
-        # The loader's handler raises an error wherever the program stands when a worker dies.
-        signal.signal(signal.SIGCHLD, handler)
         return self
 
     def __exit__(self, *error: object) -> None:
-        for worker in self._workers:
-            worker.kill()
-        for worker in self._workers:
-            worker.join(_END_S)
+        _end(self._workers)
         del self._results
 
     @abstractmethod
@@ -294,11 +303,20 @@ class Readers(ABC):
         """Yields the chunks, as workers are ready for them."""
 
     def _receive(self) -> list[Any]:
-        """Returns the samples of the next chunk, some of them errors."""
-        try:
-            return _unpack(next(self._results))
-        except RuntimeError as error:
-            raise self._gone() from error
+        """Returns the samples of the next chunk, some of them errors; says once where they take long."""
+        while True:
+            try:
+                return _unpack(next(self._results))
+            except RuntimeError as error:
+                if "timed out" not in str(error) or not all(worker.is_alive() for worker in self._workers):
+                    raise self._gone() from error
+                if not self._is_told:
+                    warnings.warn(_WAITING.format(seconds=_PATIENCE_S, sample=self._awaited()), stacklevel=2)
+                    self._is_told = True
+
+    def _awaited(self) -> str:
+        """Names the sample that the next chunk begins with, as far as it is known."""
+        return "the next sample"
 
     def _gone(self) -> CanTrainError:
         """Makes the error of a worker that has ended."""
@@ -315,6 +333,14 @@ class Readers(ABC):
         name = signal.Signals(-codes[0]).name if codes[0] < 0 else f"exit status {codes[0]}"
         return FailedRunError("A process that reads samples has crashed", value=name,
                               remedy="Give --num-workers 0 to see the data set's own error")  # fmt: skip
+
+
+def _end(workers: Sequence[Any]) -> None:
+    """Ends processes that read samples."""
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join(_END_S)
 
 
 class _ReadAhead(Readers):
@@ -341,6 +367,9 @@ class _ReadAhead(Readers):
                 self._sent.update(chunk)
                 self._chunks.append((number, chunk))
                 yield [row for row, _ in chunk], [seed for _, seed in chunk]
+
+    def _awaited(self) -> str:
+        return f"the sample of row {self._chunks[0][1][0][0]}" if self._chunks else super()._awaited()
 
     def take(self, row: int, seed: int) -> Any:
         """Returns a sample; reads it here where no worker has been asked for it."""
