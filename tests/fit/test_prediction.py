@@ -454,6 +454,19 @@ def test_parameters_that_hooks_step_in_the_backward_pass_keep_no_gradients(
     assert all(map(torch.equal, model.parameters(), before))
 
 
+@pytest.mark.parametrize("target", [None, "t4"], ids=["on the CPU", "for a card"])
+def test_a_parameter_of_no_module_is_counted_and_named(target: str | None, dispatched: None) -> None:
+    model, scale = nn.Linear(64, 64), nn.Parameter(torch.ones(64, 4096))
+    scale.grad = torch.ones_like(scale)
+    alone = of_target(model, 8)
+    found = predict_peak(model, 8, loss_of=lambda rows: (model(DATA[rows % 64]) @ scale).square().sum(), target=target)
+    # The parameter and its gradient.
+    assert found.tensors.num_bytes >= alone.tensors.num_bytes + 1.9 * scale.nbytes
+    told = "cannot be recorded as CUDA would run it: RuntimeError: the loss trains a parameter of shape 64x4096"
+    assert any(told in notice for notice in found.notices) is (target is not None)
+    assert torch.equal(scale.grad, torch.ones_like(scale))
+
+
 def test_hooks_of_tensors_run_for_a_card(dispatched: None) -> None:
     model, made = nn.Linear(64, 1024), list[Tensor]()
     plain = of_target(model, 4, optimizer="torch.optim.SGD", target="t4")

@@ -66,7 +66,7 @@ from can_train.fit.peak_prediction import (
     with_unmeasured,
 )
 from can_train.fit.precision import Precision, convert, use_channels_last
-from can_train.fit.random_state import step_generator
+from can_train.fit.random_state import leaves_of, step_generator
 from can_train.fit.recorded_limits import on_generations, read_sizes
 from can_train.fit.rungs import SPLIT_ALONE, Repetitions, Rung, computed_on
 from can_train.io.units import counted, parse_size, size_text
@@ -825,7 +825,24 @@ class _Reached:
     # clear it before.
     with_gradient: set[int] = field(default_factory=set)
     kept: set[int] = field(default_factory=set)
-    beside: dict[int, Tensor] = field(default_factory=dict)  # by identity: of modules beside the model
+    beside: dict[int, Tensor] = field(default_factory=dict)  # by identity: of modules beside the model, or of none
+    _gradients: dict[int, Tensor | None] = field(default_factory=dict, compare=False)  # That these had before
+
+    def note(self, loss: Tensor, trained: Sequence[nn.Parameter]) -> Tensor:
+        """Notes the parameters of a loss, which it returns; their gradients must not be added up over steps."""
+        known = set(map(id, trained))
+        if isinstance(loss, Tensor) and not self._gradients:
+            self.beside.update(
+                (id(leaf), leaf) for leaf in leaves_of(loss) if isinstance(leaf, nn.Parameter) and id(leaf) not in known
+            )
+            self._gradients = {key: tensor.grad for key, tensor in self.beside.items()}
+            self.clear()
+        return loss
+
+    def clear(self) -> None:
+        """Clears the gradients of tensors beside the model."""
+        for tensor in self.beside.values():
+            tensor.grad = None
 
     @contextmanager
     def following(self, model: nn.Module, trained: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -853,6 +870,8 @@ class _Reached:
         finally:
             for handle in handles:
                 handle.remove()
+            for key, gradient in self._gradients.items():
+                self.beside[key].grad = gradient
 
 
 def _of_model(of: _Step) -> PeakPrediction:
@@ -914,8 +933,9 @@ def _from_probes(of: _Step, expected: _Reached) -> tuple[PeakPrediction, _Reache
             is_first = of.loop.accumulation_steps == 1
             # Sparse gradients grow with each batch that they are added up over.
             for _ in range(max(of.loop.accumulation_steps, 2) if sparse and of.loop.keeps_alive else 1):
-                of.loop.backward(lambda: of.loss(rows, "cpu"), of.trained, is_first=is_first)
+                of.loop.backward(lambda: reached.note(of.loss(rows, "cpu"), of.trained), of.trained, is_first=is_first)
         finally:
+            reached.clear()
             kept = (position for position, parameter in enumerate(of.trained) if parameter.grad is not None)
             reached.kept.update(kept)
             for parameter in model.parameters():

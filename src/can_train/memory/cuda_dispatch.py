@@ -465,6 +465,7 @@ class _Recorder(AllocationRecorder):
         if func in INDEXING:
             args = (args[0], self._positions(args[1]), *args[2:])
         if func not in _ACROSS_DEVICES and any(is_on_gpu(tensor) for tensor in tensors):
+            self._check_trained(tensors)
             args, kwargs = tree_map_only(Tensor, self.move, (args, kwargs))
         args, kwargs = tree_map_only(
             Tensor,
@@ -487,6 +488,13 @@ class _Recorder(AllocationRecorder):
             self._keep_entries(args[0], result)
         self._take_workspaces(func, args, result)
         return result
+
+    def _check_trained(self, tensors: Sequence[Tensor]) -> None:
+        """Raises RuntimeError for a trained parameter outside the GPU, which autograd has noted: it cannot move now."""
+        for tensor in tensors if torch.is_grad_enabled() else ():
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad and not is_on_gpu(tensor):
+                shape = "x".join(map(str, tensor.shape))
+                raise RuntimeError(f"the loss trains a parameter of shape {shape} that is in no module")
 
     def _is_real(self, func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Tells whether an operation runs for real: on numbers of the host that have values, or to make them."""
