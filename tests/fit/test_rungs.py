@@ -609,6 +609,13 @@ def test_a_module_inside_a_chosen_one_is_not_recomputed_twice() -> None:
     assert rung.recompute == ("blocks.0", "blocks.1")
 
 
+@pytest.mark.parametrize("pattern", ["blocks", "*", "blocks.*"])
+def test_a_list_of_modules_stands_for_its_modules(pattern: str) -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2))
+    assert rungs_of(model, "recompute", [pattern]) == (Rung(recompute=("blocks.0", "blocks.1")),)
+
+
 def test_a_pattern_that_names_no_module_lists_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"blocks\.0"):
         rungs_of(Transformer(blocks=2), "auto", ["block.*"])

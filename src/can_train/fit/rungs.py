@@ -197,9 +197,17 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
             near = ", ".join(nearest_first(pattern, names)[:5])
             raise ConfigError("training.recompute names modules of the model", value=repr(pattern),
                               remedy=f"It has {near}" if near else "It has none")  # fmt: skip
-        chosen |= dict.fromkeys(matched)
+        for name in matched:
+            chosen |= dict.fromkeys(_called(model.get_submodule(name), name))
     # A module inside another one would be computed again twice.
     return tuple(name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen))
+
+
+def _called(module: nn.Module, name: str) -> list[str]:
+    """Returns the names of the modules inside a module that nobody calls, as a list of modules; else its own name."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return [name]
+    return [inner for key, child in module.named_children() for inner in _called(child, f"{name}.{key}")]
 
 
 def candidates(model: nn.Module, *, by_switch: bool = True) -> Iterator[str]:
