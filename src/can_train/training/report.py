@@ -366,7 +366,7 @@ def _rung_lines(peaks: Mapping[str, float]) -> list[str]:
     sizes = [size_text(peak) for peak in peaks.values()]
     width = max(map(len, sizes), default=0)
     lines = [f"  {size:>{width}}  {name}" for name, size in zip(peaks, sizes, strict=True)]
-    return ["On the other rungs of --fit auto its peak would be:", *lines] if lines else []
+    return ["On the other rungs of --fit auto its peak is predicted to be:", *lines] if lines else []
 
 
 def _part_text(part: Mapping[str, Any]) -> str:
