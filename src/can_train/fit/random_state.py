@@ -5,15 +5,16 @@ try of it; and the modules and leaves that a pass runs through.
 from __future__ import annotations
 
 import ctypes
+import operator
 import random
 import struct
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -125,65 +126,92 @@ class Generators:
             torch.cuda.set_rng_state(self._cuda, self._device)
 
 
+class _Attributes(NamedTuple):
+    """The attributes of a module."""
+
+    owner: dict[str, Any]  # The module's own dictionary
+    values: dict[str, Any]  # A copy of it, whole: choosing among the attributes takes longer
+    containers: Sequence[Any]  # Attributes whose contents are state, too
+    tensors: Sequence[str]  # Names of the attributes that are tensors
+
+
 class PythonState:
     """Attributes of modules, and the contents of lists, dictionaries, sets and generators among them and among the
     arguments of a pass, as they are now.
+
+    Args:
+        parts: The modules.
+        arguments: The arguments.
+        since: An earlier state: of modules whose attributes are the same objects by now, less is looked through.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], arguments: Sequence[Any]) -> None:
-        # PyTorch's own modules have no state beside their buffers.
-        owners = [vars(part) for part in parts if not type(part).__module__.startswith("torch.")]
-        self._attributes = [(owner, _own_attributes(owner)) for owner in owners]
+    def __init__(
+        self, parts: Sequence[nn.Module], arguments: Sequence[Any], *, since: PythonState | None = None
+    ) -> None:
+        self._parts = parts
+        self._attributes: list[_Attributes]
+        if since is not None and since._parts is parts:
+            self._attributes = [_attributes_of(known.owner, known) for known in since._attributes]
+        else:
+            # PyTorch's own modules have no state beside their buffers.
+            owners = [vars(part) for part in parts if not type(part).__module__.startswith("torch.")]
+            self._attributes = [_attributes_of(owner) for owner in owners]
         self._contents: dict[int, tuple[Any, Any]] = {}
-        for _, values in self._attributes:
-            self._read(values.values())
-        self._read(arguments)
+        for each in self._attributes:
+            if each.containers:
+                self._read(each.containers)
+        self._read([value for value in arguments if type(value) in _STATES])
 
-    def _read(self, values: Iterable[Any], depth: int = 0) -> None:
+    def _read(self, values: Sequence[Any], depth: int = 0) -> None:
         for value in values:
             kind = type(value)
-            if kind not in _STATES or id(value) in self._contents:
+            if id(value) in self._contents or (kind in _SEQUENCES and len(value) > _MOST_ITEMS):
                 continue
-            if kind in _SEQUENCES and len(value) <= _MOST_ITEMS:
-                self._contents[id(value)] = value, _STATES[kind].read(value)
-                if depth < _DEEPEST:
-                    self._read(value.values() if isinstance(value, dict) else value, depth + 1)
-            elif kind not in _SEQUENCES:
-                self._contents[id(value)] = value, _STATES[kind].read(value)
+            self._contents[id(value)] = value, _STATES[kind].read(value)
+            if depth < _DEEPEST and kind in _SEQUENCES:
+                items = value.values() if isinstance(value, dict) else value
+                if nested := [item for item in items if type(item) in _STATES]:
+                    self._read(nested, depth + 1)
 
     def without_results(self) -> PythonState:
         """Returns the state without tensors of earlier passes, which would stay on the device; the results of a pass
         that has failed are cut off from its graph in their place.
         """
-        for _, values in self._attributes:
-            for name, value in values.items():
-                if isinstance(value, Tensor) and value.grad_fn is not None:
-                    values[name] = _CUT_OFF
+        for each in self._attributes:
+            for name in each.tensors:
+                if _is_result(each.values[name]):
+                    each.values[name] = _CUT_OFF
         return self
+
+    def for_since(self) -> None:
+        """Lets go of tensors and contents: the state is only an earlier one from now on."""
+        for each in self._attributes:
+            each.values.update(dict.fromkeys(each.tensors, _FORGOTTEN))
+        self._contents.clear()
 
     def forget_results(self) -> None:
         """Forgets tensors of an earlier pass that this pass has replaced, as modules do that keep their last result for
         somebody to look at: they would stay on the device until the backward pass.
         """
-        for owner, values in self._attributes:
-            for name, value in values.items():
-                if isinstance(value, Tensor) and value.grad_fn is not None and owner.get(name) is not value:
+        for owner, values, _, tensors in self._attributes:
+            for name in tensors:
+                if _is_result(values[name]) and owner.get(name) is not values[name]:
                     values[name] = _FORGOTTEN
 
     def now(self) -> PythonState:
         """Returns the state that the same modules and objects have now."""
         state = PythonState((), ())
-        state._attributes = [(owner, _own_attributes(owner)) for owner, _ in self._attributes]
+        state._attributes = [each._replace(values=each.owner.copy()) for each in self._attributes]
         state._contents = {key: (held, _STATES[type(held)].read(held)) for key, (held, _) in self._contents.items()}
         return state
 
     def restore(self) -> None:
         """Puts the state back."""
-        for owner, values in self._attributes:
+        for owner, values, *_ in self._attributes:
             for name in owner.keys() - values.keys() - _OF_EVERY_MODULE:
                 del owner[name]
-            for name, value in values.items():
-                if value is _CUT_OFF:
+            for name in values.keys() - _OF_EVERY_MODULE:
+                if (value := values[name]) is _CUT_OFF:
                     result = owner.get(name)
                     owner[name] = result.detach() if isinstance(result, Tensor) else result
                 elif value is not _FORGOTTEN:
@@ -192,8 +220,20 @@ class PythonState:
             _STATES[type(held)].write(held, contents)
 
 
-def _own_attributes(owner: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in owner.items() if name not in _OF_EVERY_MODULE}
+def _attributes_of(owner: dict[str, Any], known: _Attributes | None = None) -> _Attributes:
+    values = owner.copy()
+    if known is not None and _are_same(values, known.values):
+        return _Attributes(owner, values, known.containers, known.tensors)
+    containers = [value for name, value in values.items() if type(value) in _STATES and name not in _OF_EVERY_MODULE]
+    return _Attributes(owner, values, containers, [name for name, value in values.items() if isinstance(value, Tensor)])
+
+
+def _are_same(values: Mapping[str, Any], earlier: Mapping[str, Any]) -> bool:
+    return len(values) == len(earlier) and all(map(operator.is_, values.values(), earlier.values()))
+
+
+def _is_result(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.grad_fn is not None
 
 
 def _write_list(held: list[Any], contents: list[Any]) -> None:
@@ -248,7 +288,8 @@ class Snapshot:
         self._generators: Generators = Generators(device, since=earlier)
         self._modules: list[nn.Module] = modules_of(model) if since is None else since._modules
         # Modules may collect losses in a list: those of a failed pass are no losses of the next one.
-        self._python = PythonState(self._modules, ()).without_results()
+        python_then = None if since is None else since._python
+        self._python: PythonState = PythonState(self._modules, (), since=python_then).without_results()
         # A module may replace a buffer rather than write into it, so module and name are kept beside the tensor. A
         # buffer that is None may be made in the first pass.
         self._buffers = [
@@ -266,7 +307,7 @@ class Snapshot:
     def release(self) -> None:
         """Frees the copies of the buffers; the rest is for `since`."""
         self._buffers.clear()
-        self._python = PythonState((), ())
+        self._python.for_since()
         self._has_buffers = False
 
     def restore(self) -> None:
