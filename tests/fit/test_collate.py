@@ -230,3 +230,4 @@ def test_numbers_of_several_kinds_become_the_widest() -> None:
     assert pad_and_stack([True, np.bool_(False)]).dtype == torch.bool
     ragged = [torch.tensor([1, 2]), np.array([0.5], np.float32), torch.tensor([300], dtype=torch.int16)]
     assert pad_and_stack(ragged).tolist() == [[1.0, 2.0], [0.5, 0.0], [300.0, 0.0]]
+    assert pad_and_stack([np.array([60_000], np.uint16), np.array([-1], np.int32)]).tolist() == [[60_000], [-1]]

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from can_train.fit.collate import to_device
-from can_train.fit.precision import convert
+from can_train.fit.precision import _MOST_LOOKS, HalfGradients, convert
 
 CPU = torch.device("cpu")
 
@@ -40,3 +40,18 @@ def test_complex_inputs_have_the_precision_of_the_run() -> None:
     batch = {"x": torch.zeros(2, dtype=torch.complex64), "y": torch.zeros(2), "n": torch.zeros(2, dtype=torch.int32)}
     sent = to_device(batch, CPU, torch.float64)
     assert [part.dtype for part in sent.values()] == [torch.complex128, torch.float64, torch.int32]
+
+
+@pytest.mark.parametrize(
+    ("gradient", "is_half"),
+    [(torch.arange(8.0) / 3, False), ((torch.arange(8.0) / 3).half().float(), True), (torch.ones(8), None),
+     (torch.zeros(8), None), (torch.full((8,), torch.inf), None)],
+    ids=["float32", "float16", "few bits", "zeros", "infinite"],
+)  # fmt: skip
+def test_a_gradient_tells_its_format_or_is_not_looked_at_for_ever(gradient: Tensor, is_half: bool | None) -> None:
+    halves, parameter = HalfGradients(), nn.Parameter(torch.zeros(8))
+    parameter.grad = gradient
+    for look in range(_MOST_LOOKS):
+        assert (parameter in halves._is_half) == (look > 0 and is_half is not None)
+        halves._look(parameter)
+    assert halves._is_half[parameter] == bool(is_half)

@@ -1,5 +1,7 @@
 import io
 import random
+import weakref
+from collections import OrderedDict, deque
 
 import numpy as np
 import pytest
@@ -331,3 +333,92 @@ def test_modules_and_parameters_come_in_pytorchs_order_each_once() -> None:
     model.register_parameter("none", None)
     assert random_state.modules_of(model) == list(model.modules())
     assert list(map(id, random_state.parameters_of(model))) == list(map(id, model.parameters()))
+
+
+class Noting(nn.Module):
+    """A module that keeps results and counts in its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes, self.seen, self.words = 0, [0], {"a": 1}
+        self.hidden: Tensor | None = None
+        self.map = torch.zeros(2**15)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        self.seen.append(self.passes)
+        self.last = x
+        self.hidden = x * 2
+        self.map = torch.full((2**15,), float(self.passes))
+        return self.hidden
+
+
+def test_attributes_that_a_pass_changes_are_as_before() -> None:
+    module, x = Noting(), torch.ones(3, requires_grad=True)
+    module(x)
+    before = module.hidden
+    snapshot = Snapshot(module, CPU)
+    for _ in range(2):
+        module(2 * x)
+        snapshot.restore()
+        assert (module.passes, module.seen) == (1, [0, 1])
+        assert torch.equal(module.hidden, before.detach())
+        assert module.hidden.grad_fn is None
+    del module.last
+    Snapshot(module, CPU, since=snapshot).restore()
+    assert not hasattr(module, "last")
+
+
+def test_code_that_a_pass_attaches_to_a_module_stays() -> None:
+    module = Noting()
+    snapshot = Snapshot(module, CPU)
+    module._compiled_call_impl = module.hook = len
+    module.new = 3
+    snapshot.restore()
+    assert module._compiled_call_impl is module.hook is len
+    assert not hasattr(module, "new")
+
+
+def test_a_large_tensor_that_a_pass_replaces_is_not_kept_for_the_state() -> None:
+    module = Noting()
+    large = weakref.ref(module.map)
+    snapshot = Snapshot(module, CPU)
+    module(torch.ones(3))
+    assert large() is None
+    snapshot.restore()
+    assert module.map[0] == 1
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, list, set, deque])
+def test_nothing_is_written_into_a_container_that_has_not_changed(kind: type) -> None:
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = kind([("a", 1), ("b", 2)])
+
+    module = Watched()
+    for changes in (False, True):
+        snapshot = Snapshot(module, CPU)
+        walk = iter(module.words)
+        next(walk)
+        if changes:
+            module.words.clear()
+        snapshot.restore()
+        assert len(module.words) == 2
+        if not changes:
+            # An iterator of another thread would fail where the container was filled anew.
+            assert len([*walk]) == 1
+
+
+def test_containers_with_many_items_in_all_are_no_state() -> None:
+    class Looked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.few, self.table = [1], [[number] * 900 for number in range(100)]
+
+    module = Looked()
+    snapshot = Snapshot(module, CPU)
+    assert len(snapshot._python._contents) < 20
+    module.few.append(2)
+    snapshot.restore()
+    assert module.few == [1]

@@ -159,6 +159,24 @@ def test_kernels_do_not_depend_on_the_batches_that_a_run_has_seen_before(tmp_pat
     assert_same(trained(tmp_path / "stopped", ImageTask(fail_above=10), micro_batch_size=10), planned)
 
 
+class OwnNetwork(nn.Sequential):
+    """A class that is not PyTorch's own."""
+
+
+class OwnLine(LineTask):
+    def build_model(self) -> nn.Module:
+        return OwnNetwork(*super().build_model().children())
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_model_of_a_class_of_ones_own_stays_compiled(tmp_path: Path) -> None:
+    session = trained(tmp_path, OwnLine(), epochs=1)
+    assert session.compiled is not None
+    assert session.compiled.is_in_use
+    assert session.model._compiled_call_impl is not None
+
+
 @needs_compiler
 @pytest.mark.slow
 def test_a_layer_that_is_thawed_is_compiled_anew(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import Any, Final
 
 import numpy as np
@@ -46,10 +46,20 @@ def _as_tensor(numbers: Tensor | NDArray[Any]) -> Tensor:
         numbers = numbers.copy()
     if numbers.flags.writeable:
         return torch.from_numpy(numbers)
+    _warn_of_read_only_arrays()
+    return torch.from_numpy(numbers)
+
+
+@cache
+def _warn_of_read_only_arrays() -> None:
+    """Has PyTorch give its only warning of memory that must not be written to, as of a mapped file, and hides it:
+    samples are only read.
+    """
+    array = np.zeros(1)
+    array.flags.writeable = False
     with warnings.catch_warnings():
-        # PyTorch warns of tensors on memory that must not be written to, as of a mapped file: samples are read alone.
         warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(numbers)
+        torch.from_numpy(array)
 
 
 def whole_leaves(sample: Any) -> Iterator[Tensor]:
@@ -221,7 +231,7 @@ def _stacked_tensors(tensors: Sequence[Tensor], place: str) -> Tensor:
         raise DataError("Nested tensors make a batch in ways of their own", value=f"{place} is a nested tensor",
                         remedy=_OWN_COLLATE)  # fmt: skip
     # `pad_sequence` gives all tensors the format of the first one, which cuts fractions off.
-    widest = reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    widest = reduce(_wider, [tensor.dtype for tensor in tensors])
     tensors = [tensor.to(widest) for tensor in tensors]
     if len({tensor.shape for tensor in tensors}) == 1:
         return torch.stack(tensors)
@@ -230,6 +240,14 @@ def _stacked_tensors(tensors: Sequence[Tensor], place: str) -> Tensor:
     shapes = ", ".join(str(tuple(shape)) for shape in sorted({tensor.shape for tensor in tensors})[:3])
     raise DataError("Samples of a batch differ in their first dimension at most", value=f"{place} has shapes {shapes}",
                     remedy=_OWN_COLLATE)  # fmt: skip
+
+
+def _wider(first: torch.dtype, other: torch.dtype) -> torch.dtype:
+    try:
+        return torch.promote_types(first, other)
+    except RuntimeError:
+        # PyTorch has no wider format of uint16, uint32 and uint64 beside others.
+        return torch.int64 if not (first.is_floating_point or other.is_floating_point) else torch.float64
 
 
 def _check_kinds(samples: Sequence[Any], kinds: Any, place: str) -> None:

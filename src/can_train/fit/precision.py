@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _BEYOND_HALF: Final = 65_520.0  # numbers from here on are rounded to infinity in float16
 _LOOKED_AT: Final = 256  # numbers of a gradient that tell its format
+_MOST_LOOKS: Final = 8  # at the gradients of a parameter: each makes the host wait
 _AUTOCAST: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _IMAGE_DIMS: Final = 4  # Samples, channels, height and width; a convolution's weights have as many
 
@@ -48,7 +49,8 @@ class HalfGradients:
     """
 
     def __init__(self) -> None:
-        self._is_half = WeakIdKeyDictionary()  # parameters whose gradients have been looked at
+        self._is_half = WeakIdKeyDictionary()  # parameters whose gradients tell their format
+        self._looks = WeakIdKeyDictionary()  # number of looks at the gradients of others
 
     @contextmanager
     def of_parts(self, parameters: Sequence[nn.Parameter], sizes: Sequence[int]) -> Iterator[None]:
@@ -77,9 +79,12 @@ class HalfGradients:
         if parameter in self._is_half or type(gradient) is not Tensor or gradient.layout is not torch.strided:
             return
         few = gradient.flatten()[:_LOOKED_AT] if gradient.is_contiguous() else gradient[:1].flatten()[:_LOOKED_AT]
-        # Zeros are numbers of every format, and infinite ones may come from anywhere.
-        if few.isfinite().all() and few.any():
+        self._looks[parameter] = self._looks.get(parameter, 0) + 1
+        # Numbers of a few bits, as zeros, are numbers of every format; infinite ones may come from anywhere.
+        if few.isfinite().all() and not torch.equal(few.bfloat16().to(few.dtype), few):
             self._is_half[parameter] = torch.equal(few.half().to(few.dtype), few)
+        elif self._looks[parameter] >= _MOST_LOOKS:
+            self._is_half[parameter] = False
 
 
 def is_inexact(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ import operator
 import random
 import struct
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 # Of a list or dictionary that a module hands on. What is larger or deeper is looked up, and has no state of a pass.
 _MOST_ITEMS: Final = 1000
+_MOST_ITEMS_IN_ALL: Final = 10_000
 _DEEPEST: Final = 2
+_MOST_HELD_BYTES: Final = 2**16  # A larger tensor, which only the module keeps, is not kept for its sake
 _MT19937_BYTES: Final = 4 * (624 + 1)  # 624 words of state, and the position in them
 _COMPARED_BYTES: Final = 4 * (16 + 1)  # The position and the 16 words next to it: they differ wherever two states do
 
@@ -143,12 +145,18 @@ class PythonState:
         parts: The modules.
         arguments: The arguments.
         since: An earlier state: of modules whose attributes are the same objects by now, less is looked through.
+        keeps_large: Whether lists and dictionaries with large tensors are state.
     """
 
     def __init__(
-        self, parts: Sequence[nn.Module], arguments: Sequence[Any], *, since: PythonState | None = None
+        self,
+        parts: Sequence[nn.Module],
+        arguments: Sequence[Any],
+        *,
+        since: PythonState | None = None,
+        keeps_large: bool = True,
     ) -> None:
-        self._parts = parts
+        self._parts, self._keeps_large = parts, keeps_large
         self._attributes: list[_Attributes]
         if since is not None and since._parts is parts:
             self._attributes = [_attributes_of(known.owner, known) for known in since._attributes]
@@ -157,6 +165,7 @@ class PythonState:
             owners = [vars(part) for part in parts if not type(part).__module__.startswith("torch.")]
             self._attributes = [_attributes_of(owner) for owner in owners]
         self._contents: dict[int, tuple[Any, Any]] = {}
+        self._items = 0  # of all containers
         for each in self._attributes:
             if each.containers:
                 self._read(each.containers)
@@ -165,22 +174,33 @@ class PythonState:
     def _read(self, values: Sequence[Any], depth: int = 0) -> None:
         for value in values:
             kind = type(value)
-            if id(value) in self._contents or (kind in _SEQUENCES and len(value) > _MOST_ITEMS):
+            if id(value) in self._contents:
+                continue
+            if kind not in _SEQUENCES:
+                self._contents[id(value)] = value, _STATES[kind].read(value)
+                continue
+            self._items += len(value)
+            if len(value) > _MOST_ITEMS or self._items > _MOST_ITEMS_IN_ALL:
+                continue
+            items = value.values() if isinstance(value, dict) else value
+            if not self._keeps_large and any(isinstance(item, Tensor) and _is_large(item) for item in items):
+                # As a list of feature maps: each pass makes others.
                 continue
             self._contents[id(value)] = value, _STATES[kind].read(value)
-            if depth < _DEEPEST and kind in _SEQUENCES:
-                items = value.values() if isinstance(value, dict) else value
-                if nested := [item for item in items if type(item) in _STATES]:
-                    self._read(nested, depth + 1)
+            if depth < _DEEPEST and (nested := [item for item in items if type(item) in _STATES]):
+                self._read(nested, depth + 1)
 
     def without_results(self) -> PythonState:
-        """Returns the state without tensors of earlier passes, which would stay on the device; the results of a pass
-        that has failed are cut off from its graph in their place.
+        """Returns the state without the graphs of earlier passes, and without their large tensors, which would stay on
+        the device: the results of a pass that has failed are cut off from its graph in their place.
         """
         for each in self._attributes:
             for name in each.tensors:
-                if _is_result(each.values[name]):
+                value = each.values[name]
+                if _is_large(value):
                     each.values[name] = _CUT_OFF
+                elif _is_result(value):
+                    each.values[name] = value.detach()
         return self
 
     def for_since(self) -> None:
@@ -209,11 +229,14 @@ class PythonState:
         """Puts the state back."""
         for owner, values, *_ in self._attributes:
             for name in owner.keys() - values.keys() - _OF_EVERY_MODULE:
-                del owner[name]
+                # Code that was put there is no state: a compiled call, or a wrapped one.
+                if not callable(owner[name]) or isinstance(owner[name], Tensor):
+                    del owner[name]
             for name in values.keys() - _OF_EVERY_MODULE:
                 if (value := values[name]) is _CUT_OFF:
                     result = owner.get(name)
-                    owner[name] = result.detach() if isinstance(result, Tensor) else result
+                    if isinstance(result, Tensor) and result.grad_fn is not None:
+                        owner[name] = result.detach()
                 elif value is not _FORGOTTEN:
                     owner[name] = value
         for held, contents in self._contents.values():
@@ -232,22 +255,43 @@ def _are_same(values: Mapping[str, Any], earlier: Mapping[str, Any]) -> bool:
     return len(values) == len(earlier) and all(map(operator.is_, values.values(), earlier.values()))
 
 
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.nbytes > _MOST_HELD_BYTES
+
+
 def _is_result(value: Any) -> bool:
     return isinstance(value, Tensor) and value.grad_fn is not None
 
 
+def _are_equal(held: Iterable[Any], contents: Iterable[Any]) -> bool:
+    return all(map(operator.is_, held, contents))
+
+
+# Nothing is written where nothing has changed: another thread may read meanwhile.
+
+
 def _write_list(held: list[Any], contents: list[Any]) -> None:
-    held[:] = contents
+    if len(held) != len(contents) or not _are_equal(held, contents):
+        held[:] = contents
 
 
-def _write_items(held: Any, contents: Any) -> None:
-    held.clear()
-    held.update(contents)
+def _write_dict(held: dict[Any, Any], contents: dict[Any, Any]) -> None:
+    is_same = len(held) == len(contents) and _are_equal(held, contents)
+    if not is_same or not _are_equal(held.values(), contents.values()):
+        held.clear()
+        held.update(contents)
+
+
+def _write_set(held: set[Any], contents: set[Any]) -> None:
+    if held != contents:
+        held.clear()
+        held.update(contents)
 
 
 def _write_deque(held: deque[Any], contents: list[Any]) -> None:
-    held.clear()
-    held.extend(contents)
+    if len(held) != len(contents) or not _are_equal(held, contents):
+        held.clear()
+        held.extend(contents)
 
 
 def _write_bits(held: np.random.Generator, state: Any) -> None:
@@ -265,15 +309,15 @@ class _Kind:
 _SEQUENCES: Final = (list, dict, OrderedDict, defaultdict, set, deque)
 _STATES: Final[dict[type, _Kind]] = {
     list: _Kind(list, _write_list),
-    **dict.fromkeys((dict, OrderedDict, defaultdict), _Kind(dict, _write_items)),
-    set: _Kind(set, _write_items),
+    **dict.fromkeys((dict, OrderedDict, defaultdict), _Kind(dict, _write_dict)),
+    set: _Kind(set, _write_set),
     deque: _Kind(list, _write_deque),
     torch.Generator: _Kind(torch.Generator.get_state, torch.Generator.set_state),
     random.Random: _Kind(random.Random.getstate, random.Random.setstate),
     np.random.Generator: _Kind(lambda held: deepcopy(held.bit_generator.state), _write_bits),
     np.random.RandomState: _Kind(np.random.RandomState.get_state, np.random.RandomState.set_state),
 }
-_OF_EVERY_MODULE: Final = frozenset({*vars(nn.Module()), "forward"})
+_OF_EVERY_MODULE: Final = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl"})
 _FORGOTTEN: Final = object()
 _CUT_OFF: Final = object()
 
@@ -289,7 +333,8 @@ class Snapshot:
         self._modules: list[nn.Module] = modules_of(model) if since is None else since._modules
         # Modules may collect losses in a list: those of a failed pass are no losses of the next one.
         python_then = None if since is None else since._python
-        self._python: PythonState = PythonState(self._modules, (), since=python_then).without_results()
+        self._python: PythonState = PythonState(self._modules, (), since=python_then, keeps_large=False)
+        self._python.without_results()
         # A module may replace a buffer rather than write into it, so module and name are kept beside the tensor. A
         # buffer that is None may be made in the first pass.
         self._buffers = [

@@ -729,7 +729,9 @@ def _compared(left_out: Collection[int]) -> AbstractContextManager[None]:
     """Opens a span whose saved tensors are compared with those that the backward pass gets in their place; tensors of
     storages with some ids are left out.
     """
-    outside = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    # PyTorch has it from 2.8 on.
+    top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    outside = None if top_hooks is None else top_hooks(True)
     if outside is None:
         return nullcontext()
     # No class with methods: an object that refers to itself would keep the pass's tensors after it.

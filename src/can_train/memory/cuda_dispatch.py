@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._C import DispatchKey
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
-from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -700,9 +699,12 @@ def _record_flex_attention() -> None:
     def record(attend: Callable[..., Any], recorder: _Recorder, *args: Any) -> Any:
         return recorder.attend(attend, *args)
 
+    # PyTorch has them from 2.8 on.
+    fakes = getattr(import_module("torch._higher_order_ops.utils"), "registered_hop_fake_fns", {})
     operators: tuple[Any, ...] = (flex_attention, flex_attention_backward)
     for operator in operators:
-        operator.py_impl(_Recorder)(partial(record, registered_hop_fake_fns[operator]))
+        if operator in fakes:
+            operator.py_impl(_Recorder)(partial(record, fakes[operator]))
 
 
 # Operations with a replacement; compiled graphs copy to a device by one of their own.
