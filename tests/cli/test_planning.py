@@ -53,7 +53,7 @@ def test_a_line_names_its_devices_itself_where_no_others_are_given(line: str) ->
 
 
 def test_a_batch_that_is_split_has_the_peak_of_the_whole_batch_beside_its_own(line: str) -> None:
-    (card,) = can_train.plan(f"{line} --batch-size 200", ["sim:64KiB"]).cards
+    (card,) = can_train.plan(f"{line} --batch-size 200 --set task.hidden=4096", ["sim:6MiB"]).cards
     assert card.micro_batches is not None
     assert card.micro_batches[1] > 1
     assert card.peak_bytes is not None
