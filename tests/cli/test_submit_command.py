@@ -302,7 +302,7 @@ def test_a_dry_run_prints_the_script_of_a_job_that_does_not_fit(
 ) -> None:
     assert main((*TRAIN, "--submit", *SMALL, "--device", "sim:1MiB")) == DOES_NOT_FIT
     shown = capsys.readouterr()
-    assert "Weights, gradients and optimizer state must fit on the device" in shown.err
+    assert "The weights of the model must fit on the device: they take " in shown.err
     first = "synthetic_gat_student_normal: 399 training samples\n"
     assert shown.out.startswith(f"{first}\nScript that --submit would send:\n\n#!/bin/bash\n")
 
