@@ -231,8 +231,8 @@ def test_sparse_gradients_train_as_dense_ones_and_their_momentum_has_the_rows_of
 
 def test_a_sparse_gradient_is_found_in_the_model() -> None:
     model = torch.nn.Sequential(torch.nn.EmbeddingBag(5, 2, sparse=True), torch.nn.Linear(2, 1))
-    assert optimizers.has_sparse_gradients(model)
-    assert not optimizers.has_sparse_gradients(model.requires_grad_(False))
+    assert [*optimizers.sparse_weights(model)] == ["0"]
+    assert not optimizers.sparse_weights(model.requires_grad_(False))
 
 
 def test_a_frozen_sparse_embedding_is_left_alone() -> None:

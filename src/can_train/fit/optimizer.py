@@ -349,22 +349,18 @@ def check_sparse(model: nn.Module, training: TrainingSettings) -> None:
     who, remedy = f"The optimizer {training.optimizer}", "--optimizer sgd --weight-decay 0"
     if is_clipped:
         who, remedy = "Clipping", clips if takes_sparse else f"{remedy} {clips}"
-    for name in _sparse_modules(model):
+    for name in sparse_weights(model):
         raise ConfigError(f"{who} takes dense gradients alone, as it is set", value=f"{name} has sparse=True",
                           remedy=f"Leave sparse=True out, or give {remedy}")  # fmt: skip
 
 
-def has_sparse_gradients(model: nn.Module) -> bool:
-    """Tells whether a module of a model has a sparse gradient, which no fused optimizer takes."""
-    return bool(_sparse_modules(model))
-
-
-def _sparse_modules(model: nn.Module) -> list[str]:
-    return [
-        name or type(module).__name__
+def sparse_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the weights that get sparse gradients, which no fused optimizer takes, by the names of their modules."""
+    return {
+        name or type(module).__name__: module.weight
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
-    ]
+    }
 
 
 def phase_parameters(model: nn.Module, phase: Phase) -> list[tuple[str, nn.Parameter]]:
@@ -421,7 +417,7 @@ def make_optimization(  # noqa: PLR0913 - the settings of a phase, and a task's 
     named = phase_parameters(model, phase)
     groups, device = parameter_groups(model, named, training, lr), named[0][1].device
     with parameters_on_host([parameter for _, parameter in named]) if offloaded else nullcontext():
-        optimizer = make_optimizer(groups, training, lr, device, is_sparse=has_sparse_gradients(model))
+        optimizer = make_optimizer(groups, training, lr, device, is_sparse=bool(sparse_weights(model)))
     state = OffloadedState(optimizer) if offloaded else None
     if state is not None:
         state.begin()

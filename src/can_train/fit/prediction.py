@@ -46,11 +46,11 @@ from can_train.fit.micro_batcher import untrainable_because
 from can_train.fit.offloaded_state import OffloadedState
 from can_train.fit.optimizer import (
     coalesce_gradients,
-    has_sparse_gradients,
     make_optimizer,
     only_trained,
     phase_parameters,
     phase_training,
+    sparse_weights,
 )
 from can_train.fit.optimizer_memory import measure_optimizer
 from can_train.fit.packing import ROUNDING, BatchCosts, batch_totals, counts_of, growing_totals
@@ -224,7 +224,7 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
             found = step.on_cpu()
         found = _widened(found) if step.is_compiled else found
         # The operations that are recorded for a card have the gradients as they are.
-        if sparse_bytes := sum(weight.nbytes for weight in _sparse_weights(task_or_model).values()):
+        if sparse_bytes := sum(weight.nbytes for weight in {*sparse_weights(task_or_model).values()}):
             found = _with_sparse(found, sparse_bytes)
     if low_bit is not None:
         found = low_bit.stated(found, step.trained)
@@ -245,13 +245,6 @@ def _widened(found: PeakPrediction, reason: str = "") -> PeakPrediction:
     told = f"The model is predicted as it is; compiled, it takes up to {SAVED_SHARE:.0%} less"
     notice = f"{told}. Its graphs cannot be recorded: {reason}" if reason else told
     return replace(found, tensors=tensors, limits=limits, notices=(*found.notices, notice))
-
-
-def _sparse_weights(model: nn.Module) -> dict[int, nn.Parameter]:
-    """Returns the weights that get sparse gradients, by their identity."""
-    modules = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
-    weights: list[Any] = [module.weight for module in modules if module.sparse]
-    return {id(weight): weight for weight in weights if weight.requires_grad}
 
 
 def _with_sparse(found: PeakPrediction, sparse_bytes: int) -> PeakPrediction:
@@ -555,7 +548,7 @@ class TaskStep:
 
     def _maker(self, training: TrainingSettings) -> MakeOptimizer:
         make = partial(make_optimizer, training=training, lr=training.lr, device=self.device,
-                       is_sparse=has_sparse_gradients(self.model))  # fmt: skip
+                       is_sparse=bool(sparse_weights(self.model)))  # fmt: skip
         return _as_on_a_gpu(make) if self.device.type == "cuda" else make
 
     def _loss(self, phase: Phase, training: TrainingSettings) -> Tensor:
@@ -922,7 +915,7 @@ def _from_probes(of: _Step, expected: _Reached) -> tuple[PeakPrediction, _Reache
             remedy="Give optimizer=torch.optim.SGD, and add the memory of its state",
         ) from error  # fmt: skip
 
-    sparse = _sparse_weights(model)
+    sparse = set(map(id, sparse_weights(model).values()))
 
     def step(rows: NDArray[np.int64]) -> None:
         try:
