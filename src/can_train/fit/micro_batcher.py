@@ -617,7 +617,7 @@ class MicroBatcher:
         return replace(limit, planned=_planned(self._split(len(costs)), len(costs)))
 
     def _half_gradients(self, scale: Callable[[Tensor], Tensor], sizes: Sequence[int]) -> AbstractContextManager[None]:
-        """Opens a span in which gradients of parts leave the range of float16 as that of the batch does."""
+        """Opens a span in which float16 gradients of parts overflow where the gradient of the batch would."""
         scaler = getattr(scale, "__self__", None)
         is_scaled = isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()
         return self._halves.of_parts(self._parameters, sizes) if is_scaled and self.shards is None else nullcontext()

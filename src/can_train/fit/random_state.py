@@ -9,7 +9,7 @@ import operator
 import random
 import struct
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -245,14 +245,10 @@ class PythonState:
 
 def _attributes_of(owner: dict[str, Any], known: _Attributes | None = None) -> _Attributes:
     values = owner.copy()
-    if known is not None and _are_same(values, known.values):
+    if known is not None and _are_same(values.values(), known.values.values()):
         return _Attributes(owner, values, known.containers, known.tensors)
     containers = [value for name, value in values.items() if type(value) in _STATES and name not in _OF_EVERY_MODULE]
     return _Attributes(owner, values, containers, [name for name, value in values.items() if isinstance(value, Tensor)])
-
-
-def _are_same(values: Mapping[str, Any], earlier: Mapping[str, Any]) -> bool:
-    return len(values) == len(earlier) and all(map(operator.is_, values.values(), earlier.values()))
 
 
 def _is_large(tensor: Tensor) -> bool:
@@ -263,21 +259,20 @@ def _is_result(value: Any) -> bool:
     return isinstance(value, Tensor) and value.grad_fn is not None
 
 
-def _are_equal(held: Iterable[Any], contents: Iterable[Any]) -> bool:
-    return all(map(operator.is_, held, contents))
+def _are_same(held: Collection[Any], contents: Collection[Any]) -> bool:
+    return len(held) == len(contents) and all(map(operator.is_, held, contents))
 
 
 # Nothing is written where nothing has changed: another thread may read meanwhile.
 
 
 def _write_list(held: list[Any], contents: list[Any]) -> None:
-    if len(held) != len(contents) or not _are_equal(held, contents):
+    if not _are_same(held, contents):
         held[:] = contents
 
 
 def _write_dict(held: dict[Any, Any], contents: dict[Any, Any]) -> None:
-    is_same = len(held) == len(contents) and _are_equal(held, contents)
-    if not is_same or not _are_equal(held.values(), contents.values()):
+    if not (_are_same(held, contents) and _are_same(held.values(), contents.values())):
         held.clear()
         held.update(contents)
 
@@ -289,7 +284,7 @@ def _write_set(held: set[Any], contents: set[Any]) -> None:
 
 
 def _write_deque(held: deque[Any], contents: list[Any]) -> None:
-    if len(held) != len(contents) or not _are_equal(held, contents):
+    if not _are_same(held, contents):
         held.clear()
         held.extend(contents)
 

@@ -652,7 +652,7 @@ class _StateBefore(AbstractContextManager[None]):
         parts = [part for module in modules for part in module.modules()]
         self._repetitions = repetitions
         self._training = [(part, part.training) for part in parts]
-        # PyTorch's own generators are those of `checkpoint`.
+        # `checkpoint` restores PyTorch's own generators.
         self._generators: HostGenerators | None = HostGenerators()
         self._python = PythonState(parts, arguments)
         self._modes = _get_current_function_mode_stack()

@@ -48,7 +48,7 @@ _EVENT_TABLE: Final = "*Labels.csv"  # Table of the classes of events: TrainLabe
 _EVENT_PREFIX: Final = "Data_"  # Of its recordings: the first event of Data_S02_Sess01.csv is S02_Sess01_FB001
 _MICROVOLTS: Final = 1e6  # In a volt, the unit of MNE
 _CLOCK_LINES: Final = 1_000  # whose times show the rate of a recording
-_LEAST_HZ, _MOST_HZ = 16.0, 15_000.0  # rates of EEG: a rate has one unit in which it is one of them
+_LEAST_HZ, _MOST_HZ = 16.0, 15_000.0  # rates of EEG: the times of one step give such a rate in one unit alone
 _SAMPLED_FILES: Final = 4  # a plan reads the beginnings of this many files
 
 
