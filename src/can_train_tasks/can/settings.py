@@ -42,7 +42,7 @@ FORMATS = (
 NUMBER_BASES = ("auto", "hex", "dec", "auto_hex", "auto_dec")
 BEHAVIOUR_FEATURES = "behaviour"
 FEATURES = (BEHAVIOUR_FEATURES, "classic")
-NOTHING_TESTED = "No part of the log was kept for a test (dataset.test_share=0)"
+NOTHING_TESTED = "No part of the log was kept for a test (dataset.test_share)"
 TIME_UNITS = ("auto", "s", "ms", "us", "ns")
 SIZES = ("student", "teacher")  # the first is the default
 # Label values that mean: no attack. Blanks, hyphens and underscores are alike; `state`, `message` and such may follow.
@@ -138,9 +138,9 @@ class CanDatasetSettings:
     """Share of the training windows whose IDs are hidden, as if the vehicle were unknown."""
     validation_share: float = 0.2
     """Share of the training time that is kept for validation: thresholds and early stopping."""
-    test_share: float = 0.2
-    """Share of a single log's time that is kept for testing, where the data set has no test folders; 0 trains on all of
-    it, for a test on other logs."""
+    test_share: float | None = None
+    """Share of a single log's time that is kept for testing, where the data set has no test folders: 0.2, but 0 for
+    benign logs that are too short; 0 trains on all of it, for a test on other logs."""
     synthetic: SyntheticSettings = field(default_factory=SyntheticSettings)
     """Size and seed of the simulated bus; used by `synthetic` only."""
 
@@ -161,7 +161,8 @@ class CanDatasetSettings:
         if not self.stride:
             object.__setattr__(self, "stride", self.window)
         check_range("dataset.validation_share", self.validation_share, above=0.0, high=0.5)
-        check_range("dataset.test_share", self.test_share, low=0.0, high=0.5)
+        if self.test_share is not None:
+            check_range("dataset.test_share", self.test_share, low=0.0, high=0.5)
 
     @property
     def is_synthetic(self) -> bool:

@@ -18,7 +18,7 @@ from can_train.io.units import counted
 from can_train.reporter import Reporter
 from can_train_tasks.can.data import graphs
 from can_train_tasks.can.data.digests import LogDigest, known_windows
-from can_train_tasks.can.data.graphs import PAUSE_S, Bools, FlatGraphs, Ints, SourceFile, Split
+from can_train_tasks.can.data.graphs import LEAST_VALIDATION, PAUSE_S, Bools, FlatGraphs, Ints, SourceFile, Split
 from can_train_tasks.can.data.layout import (
     LOG,
     TEST,
@@ -41,6 +41,8 @@ MIN_PHASE_WINDOWS: Final = 10
 LEAST_DRIVES: Final = 3  # with at least this many benign logs, whole logs are held out for validation
 
 _LEAST_WINDOWS: Final = 10  # windows of a log that is long enough for training, validation and test
+
+_TEST_SHARE: Final = 0.2  # of each log that is not too short
 
 _MAX_NAMED: Final = 3  # logs that a notice names
 
@@ -332,14 +334,14 @@ def _longer_logs(frames: int) -> str:
 
 
 def split_rows(
-    flat: FlatGraphs, validation_share: float, test_share: float, sources: Sequence[int] | None = None
+    flat: FlatGraphs, validation_share: float, test_share: float | None, sources: Sequence[int] | None = None
 ) -> tuple[Split, list[str]]:
     """Splits all windows of `sources`, which are indices of logs, by the roles of the logs (see `SourceFile`).
 
-    The last `test_share` of a log is for testing (0: none), and the last `validation_share` of the rest for validation.
-    If a part then has one class only although the log has both, each benign and each attack phase of the log is cut
-    this way. Of several benign logs, some are held out for validation (see `find_held_out_logs`). If all logs are for
-    testing, the other parts are empty.
+    The last `test_share` of a log is for testing (0: none; None: see `default_test_share`), and the last
+    `validation_share` of the rest for validation. If a part then has one class only although the log has both, each
+    benign and each attack phase of the log is cut this way. Of several benign logs, some are held out for validation
+    (see `find_held_out_logs`). If all logs are for testing, the other parts are empty.
 
     Returns:
         The split, and notices about logs that were cut by phases or lack a class.
@@ -355,6 +357,18 @@ def split_rows(
     paths_by_notice: dict[str, list[str]] = {}
     present = range(len(flat.sources)) if sources is None else sources
     held_out = find_held_out_logs(flat, validation_share, present)
+    notices = []
+    if test_share is None:
+        cut = [index for index in present if flat.sources[index].role == LOG]
+        cut_rows = np.flatnonzero(np.isin(flat.source, cut))
+        has_attacks = bool(flat.label[cut_rows].any())
+        test_share = default_test_share(len(cut_rows), validation_share, has_attacks=has_attacks)
+        if cut and not test_share:
+            notices.append(
+                f"All {counted(len(cut_rows), 'window')} are for training and validation. A test part would leave "
+                f"fewer than {LEAST_VALIDATION} for validation; --set dataset.test_share={_TEST_SHARE} keeps "
+                "a test part"
+            )
     for index in present:
         source = flat.sources[index]
         rows = np.flatnonzero(flat.source == index)
@@ -385,10 +399,20 @@ def split_rows(
     if empty := [name for name, rows in needed.items() if not len(rows)]:
         raise DataError(f"The data set has no window for {', '.join(empty)}",
                         remedy=_longer_logs(min(source.frames for source in flat.sources)))  # fmt: skip
-    return split, [
+    return split, notices + [
         f"{paths[0] if len(paths) == 1 else f'Each of {len(paths)} logs ({_first_names(paths)})'}: {notice}"
         for notice, paths in paths_by_notice.items()
     ]
+
+
+def default_test_share(num_windows: int, validation_share: float, *, has_attacks: bool) -> float:
+    """Returns the share of each log that is kept for testing where the settings name none.
+
+    Benign logs too short for `LEAST_VALIDATION` validation windows are not tested. The false alarms in a few windows
+    say little, and a CAN ID that only these windows have would be unknown to the model.
+    """
+    validation = num_windows * (1 - _TEST_SHARE) * validation_share
+    return _TEST_SHARE if has_attacks or validation >= LEAST_VALIDATION else 0.0
 
 
 def find_held_out_logs(flat: FlatGraphs, validation_share: float, sources: Sequence[int]) -> set[int]:

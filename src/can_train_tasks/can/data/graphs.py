@@ -89,6 +89,8 @@ _RECODED_NODES: Final = 2**20  # nodes that get their final code at a time
 # Frames. A sort key holds source, destination and position inside the window: three times 21 bits fit an integer.
 MAX_WINDOW: Final = 2**20
 
+LEAST_VALIDATION: Final = 50  # benign validation windows, without which nothing is known about rare windows
+
 # Frames that are processed at a time, where a frame counts once for each of its windows: overlapping windows cannot
 # multiply the memory, and the temporary arrays stay near the CPU's cache (2**13 is a quarter slower, 2**16 5 % slower).
 _CHUNK_FRAMES: Final = 2**15

@@ -17,7 +17,15 @@ from typing import Any, Final
 import numpy as np
 
 from can_train.reporter import Reporter, SilentReporter
-from can_train_tasks.can.data.dataset import CanData, DataSample, find_prepared, prepare, source_of, too_short
+from can_train_tasks.can.data.dataset import (
+    CanData,
+    DataSample,
+    default_test_share,
+    find_prepared,
+    prepare,
+    source_of,
+    too_short,
+)
 from can_train_tasks.can.data.graphs import FlatGraphs, GraphBuilder, GraphWriter, Split, writing_graphs
 from can_train_tasks.can.data.layout import LOG, TEST, LogFile, find_logs, find_training_logs
 from can_train_tasks.can.data.log_text import COMPRESSIONS
@@ -125,17 +133,22 @@ def _sample_logs(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter:
         rows = ", ".join(f"{name}: {told}" for name, told in left_out.items() if told)
         fact = f"None of {len(chosen)} logs has a window of {dataset.window} frames in the parts that were read"
         raise too_short(fact, min(sample.expected_frames for sample in samples.values()), rows)
+    has_attacks = bool((flat.label > 0).any())
     if (flat.label > 0).all():
         # Models learn a vehicle from its benign windows, and fail without such a window. The labels can be changed
         # here: a window's memory does not depend on its label.
         flat = replace(flat, label=np.zeros_like(flat.label))
     sizes = {log: log.path.stat().st_size for log in logs}
     frames_per_byte = sum(sample.expected_frames for sample in samples.values()) / sum(sizes[log] for log in samples)
-    estimate = 0.0
+    windows_by_role = Counter[str]()
     for log, size in sizes.items():
         frames = samples[log].expected_frames if log in samples else round(frames_per_byte * size)
-        share = (1 - dataset.validation_share) * (1 - dataset.test_share if log.role == LOG else 1)
-        estimate += max(0, (frames - dataset.window) // dataset.stride + 1) * share
+        windows_by_role[log.role] += max(0, (frames - dataset.window) // dataset.stride + 1)
+    cut = windows_by_role.pop(LOG, 0)
+    test_share = dataset.test_share
+    if test_share is None:
+        test_share = default_test_share(cut, dataset.validation_share, has_attacks=has_attacks)
+    estimate = (1 - dataset.validation_share) * (cut * (1 - test_share) + windows_by_role.total())
     train_windows = max(1, round(estimate))
     read_mib = sum(sample.text.read_bytes for sample in samples.values()) / 2**20
     mib = sum(sizes.values()) / 2**20

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from can_train.errors import CheckpointError
 from can_train.fit.packing import Members, members
 from can_train_tasks.can.data.behaviour import BEHAVIOUR, HIGH_BYTES, LOW_BYTES, PAIRS, WORDS
-from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
+from can_train_tasks.can.data.graphs import LEAST_VALIDATION, Bools, FlatGraphs, Floats, Ints
 from can_train_tasks.can.data.payload_fields import CHECKS, CHECKSUM_BITS, COUNTER_BITS, COUNTERS, MAX_PAYLOAD_BYTES
 from can_train_tasks.can.evaluation.calibration import ScoreScale
 from can_train_tasks.can.evaluation.context import Context, calm_windows
@@ -41,7 +41,6 @@ RULES: Final = (SILENT, LATE, NEW, COUNTER, CHECKSUM, JUMP, CONTEXT)
 # vehicles, rules that flag one window in 100,000 raise five times as many false alarms, and find as many attacks.
 FLAGGED: Final = 6.0
 TOLD: Final = 3.0  # windows that are less rare keep the network's score
-LEAST_WINDOWS: Final = 50  # benign validation windows, without which nothing is known about rare windows
 TAIL_SHARE: Final = 0.03  # share of the benign windows that the tail is fitted to
 LEAST_SCALE: Final = 0.1  # binary orders of magnitude: least scale of a tail, for IDs that never deviate
 AGREEMENT: Final = 0.5  # largest binary logarithm of an ID's mean gap in a log ÷ its mean gap in training
@@ -166,7 +165,7 @@ class Rules:
             The rules; None where validation has too few benign windows.
         """
         validation = split.validation[flat.label[split.validation] == 0]
-        if len(validation) < LEAST_WINDOWS:
+        if len(validation) < LEAST_VALIDATION:
             return None
         timing = _timing(flat, split.train)
         num_ids = len(timing["ids"])
@@ -475,9 +474,9 @@ def learned(rules: Rules | None, flat: FlatGraphs, split: Split) -> dict[str, in
 
 def learned_notes(counts: Mapping[str, int]) -> list[str]:
     """Tells, in a sentence, which rules training was too short for; no sentence where it was long enough."""
-    if counts["windows"] < LEAST_WINDOWS:
+    if counts["windows"] < LEAST_VALIDATION:
         return [
-            f"No rule raises a score: that takes {LEAST_WINDOWS} benign validation windows, not {counts['windows']}"
+            f"No rule raises a score: that takes {LEAST_VALIDATION} benign validation windows, not {counts['windows']}"
         ]
     if counts["logs"] >= PUNCTUAL_LOGS:
         return []

@@ -162,7 +162,8 @@ def test_a_data_set_whose_tests_all_occur_in_training_is_refused(tmp_path: Path)
 def test_a_bus_that_repeats_itself_is_judged_with_a_notice(tmp_path: Path) -> None:
     path = tmp_path / "drive.log"
     path.write_text("".join(f"({i / 1000:.6f}) can0 {0x100 + i % 5:03X}#00\n" for i in range(1000)))
-    data = prepared([LogFile(path=path, role=LOG, group="drive.log", kind="attack")], tmp_path)
+    logs = [LogFile(path=path, role=LOG, group="drive.log", kind="attack")]
+    data = prepare(replace(SETTINGS, test_share=0.2), logs, tmp_path / "cache", SilentReporter())
     assert len(data.split.test["drive.log"]) == 10
     assert "all 10 test windows occur in training, so its figures are too good" in data.notices[-1]
 

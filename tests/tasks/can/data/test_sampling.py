@@ -187,6 +187,16 @@ def test_of_a_long_log_parts_are_read_and_the_rest_is_estimated(
     assert batch.losses(task.build_model(), 0, 5)["classification"][0] > 0
 
 
+def test_of_long_benign_logs_with_few_windows_no_test_part_is_estimated(tmp_path: Path, long_text: bytes) -> None:
+    header, *rows = long_text.splitlines()
+    log = tmp_path / "drive.csv"
+    log.write_bytes(b"\n".join([header, *(row.rpartition(b",")[0] + b",0" for row in rows)]))
+    few = {"dataset__window": len(rows) // 200}
+    assert task_by(sample_task, str(log), tmp_path, "vgae", **few).estimated_train_rows == pytest.approx(160, abs=3)
+    tested = task_by(sample_task, str(log), tmp_path, "vgae", **few, dataset__test_share=0.2)
+    assert tested.estimated_train_rows == pytest.approx(128, abs=3)
+
+
 def test_a_sample_has_windows_of_all_parts_of_a_log(tmp_path: Path, long_text: bytes) -> None:
     """The first third has few IDs and no attack, the last third many IDs."""
     sparse = write_log(tmp_path / "sparse.csv", replace(random_frames(SEED_FRAMES), label=np.zeros(SEED_FRAMES, int)))

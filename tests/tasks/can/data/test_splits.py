@@ -68,6 +68,17 @@ def test_a_log_without_a_test_part_is_trained_and_validated_on_whole() -> None:
     assert (list(split.train), list(split.validation), split.test) == ([*range(80)], [*range(80, 100)], {})
 
 
+@pytest.mark.parametrize(
+    ("labels", "num_tested"), [([0] * 312, 0), ([0] * 313, 63), ([0] * 15 + [1] * 20 + [0] * 15, 10)]
+)
+def test_short_logs_without_attacks_are_not_tested_unless_a_share_is_given(labels: list[int], num_tested: int) -> None:
+    flat = graphs((source_file(), labels))
+    split, notices = split_rows(flat, 0.2, None)
+    assert sum(map(len, split.test.values())) == num_tested
+    assert any("dataset.test_share=0.2 keeps a test part" in notice for notice in notices) == (num_tested == 0)
+    assert split_rows(flat, 0.2, 0.2)[0].test["drive.log"].size > 0
+
+
 @given(
     runs=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40)), min_size=1, max_size=6),
     window=st.integers(2, 12),

@@ -19,12 +19,11 @@ from can_train_tasks.can.contributions import (
     SILENCE,
 )
 from can_train_tasks.can.data.behaviour import WORDS
-from can_train_tasks.can.data.graphs import FlatGraphs, Frames, GraphBuilder, Split
+from can_train_tasks.can.data.graphs import LEAST_VALIDATION, FlatGraphs, Frames, GraphBuilder, Split
 from can_train_tasks.can.data.payload_fields import CHECKS, CHECKSUM_BITS, crc8
 from can_train_tasks.can.evaluation.rules import (
     FLAGGED,
     JUMP,
-    LEAST_WINDOWS,
     RULES,
     TOLD,
     RaisedScores,
@@ -343,7 +342,7 @@ def test_rules_of_another_version_are_refused(checked_rules):
 def test_too_few_benign_windows_make_no_rules(bus):
     flat, _, _ = bus
     rows = np.arange(len(flat))
-    few = Split(train=rows, validation=rows[: LEAST_WINDOWS - 1], test={})
+    few = Split(train=rows, validation=rows[: LEAST_VALIDATION - 1], test={})
     assert Rules.fit(flat, few) is None
     assert learned_notes(learned(None, flat, few)) == [
         "No rule raises a score: that takes 50 benign validation windows, not 49"
