@@ -18,7 +18,6 @@ from can_train.cli.main import main
 from can_train.io.index import recall, remember
 from can_train.io.records import utc_now
 from can_train.report.run_list import _Remembered
-from can_train.report.text import duration
 from fakes.finished_runs import Shelf
 from fakes.made_runs import KEY, RESULT, Runs, begin, end
 
@@ -285,14 +284,6 @@ def test_the_table_fits_a_terminal_of_80_columns(runs: Runs) -> None:
     rows = [row for row in text.splitlines() if row.lstrip().startswith("0101-")]
     assert [row.split()[-1] for row in rows] == [KEY] * 3
     assert max(map(len, text.splitlines())) <= 80
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (59.9, "59 s"), (60, "1 min"), (61, "1 min 1 s"), (754, "12 min"), (3600, "1 h"), (90_000, "1 d 1 h")],
-)
-def test_durations_are_short(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 @pytest.mark.parametrize("columns", ["40", "300"])

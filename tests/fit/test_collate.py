@@ -13,7 +13,9 @@ from torch.utils.data import default_collate
 from can_train import simulated_gpu
 from can_train.errors import DataError
 from can_train.fit.collate import (
+    _outline,
     host_copies,
+    is_plain,
     leaves,
     numbers_in,
     pad_and_stack,
@@ -22,8 +24,6 @@ from can_train.fit.collate import (
     select_samples,
     to_device,
 )
-from can_train.training.read_ahead import is_plain
-from can_train.training.resident_samples import _outline
 
 N = 50
 X, Y = torch.arange(N * 3.0).reshape(N, 3), torch.arange(N)

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from can_train import predict_peak
-from can_train.fit import low_bit_state
-from can_train.fit.low_bit_state import LowBitOptimizer
+from can_train.fit import optimizer_memory
+from can_train.fit.optimizer_memory import LowBitOptimizer
 from can_train.fit.peak_prediction import PeakPrediction
 from can_train.memory.cuda_library import NoCudaDispatchError, compiled_library
 
@@ -69,7 +69,7 @@ def test_a_step_that_the_optimizer_decides_takes_its_state_more() -> None:
 
 
 def test_another_size_of_blocks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low_bit_state, "_BLOCK", 64)
+    monkeypatch.setattr(optimizer_memory, "_BLOCK", 64)
     with pytest.raises(AssertionError):
         test_the_state_has_the_bytes_of_bitsandbytes_layout("AdamW8bit", STATES["AdamW8bit"])
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from can_train.errors import ConfigError, DeviceError
 from can_train.io import units
 from can_train.io.units import (
+    duration,
     exact_size,
     memory_text,
     parse_device,
@@ -78,6 +79,14 @@ def test_the_examples_in_the_docstrings_are_true() -> None:
     found = doctest.testmod(units)
     assert found.attempted
     assert not found.failed
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (59.9, "59 s"), (60, "1 min"), (61, "1 min 1 s"), (754, "12 min"), (3600, "1 h"), (90_000, "1 d 1 h")],
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 TIMES = {

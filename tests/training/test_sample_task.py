@@ -17,7 +17,7 @@ from can_train.config.settings import TrainingSettings
 from can_train.errors import DataError, DoesNotFitError, Stopped, TaskError
 from can_train.fit.epochs import epoch_shares
 from can_train.fit.explore import Explorer
-from can_train.fit.plan_notices import limits_notices
+from can_train.fit.run_plan import limits_notices
 from can_train.memory.meters import SimulatedMeter
 from can_train.training.sample_task import tables
 from can_train.training.session import Session

@@ -10,9 +10,8 @@ from can_train.cli.output import ask_to_delete, print_json, print_text
 from can_train.cli.run_locator import AsJson, RunLocator, Runs, RunsDir, StateDir, Yes
 from can_train.errors import RunError
 from can_train.io.records import is_folder, remove_folder
-from can_train.io.units import counted, size_text
+from can_train.io.units import counted, local_time, size_text
 from can_train.report.run_list import RunFilter, RunList
-from can_train.report.text import local_time
 from can_train.runs.run_folder import CONFIG, short_name
 from can_train.runs.status import KnownRun, RunStatus
 from can_train.slurm import client as slurm

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from can_train.cli.output import print_text, working
 from can_train.errors import Stopped, with_command_name
-from can_train.report.text import duration
+from can_train.io.units import duration
 from can_train.reporter import COLUMNS, SilentReporter, wrapped
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from can_train.config.resolved import presets as preset_names
 from can_train.config.resolved import state_dir
 from can_train.config.settings import split_list
 from can_train.errors import ConfigError, FailedRunError, RunError, with_command_name
-from can_train.io.units import finite, shortened
+from can_train.io.units import duration, finite, seconds_between, shortened
 from can_train.report.scores import by_test_set
-from can_train.report.text import duration, seconds_between
 from can_train.reporter import TextTable
 from can_train.runs.registry import JobRecord, Registry
 from can_train.runs.run_folder import RunFolder, make_run, short_name

@@ -20,7 +20,7 @@ from can_train.cli.run_locator import AsJson, RunLocator, RunOrSweep, RunsDir, S
 from can_train.config.settings import check_choice
 from can_train.errors import ConfigError, with_command_name
 from can_train.io.records import is_file
-from can_train.io.units import counted, finite
+from can_train.io.units import counted, duration, finite, local_time, seconds_between
 from can_train.report.run_facts import change_text, device_of, listed_json, result_of, run_json, seconds_of
 from can_train.report.run_list import (
     Condition,
@@ -33,7 +33,6 @@ from can_train.report.run_list import (
     parse_states,
 )
 from can_train.report.scores import direction_of, headline, mapping, rank, score
-from can_train.report.text import duration, local_time, seconds_between
 from can_train.reporter import COLUMNS, TextTable, wrapped
 from can_train.runs.run_folder import name_to_type, short_name
 from can_train.runs.run_state import FAILURES, infer_attempt_state

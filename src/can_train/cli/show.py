@@ -20,8 +20,8 @@ from can_train.config.resolved import plain_to_yaml
 from can_train.config.task_settings import described_tasks, load_task_settings
 from can_train.errors import ConfigError, with_command_name
 from can_train.io.records import write_text_atomic
+from can_train.io.units import value_text
 from can_train.report import run_facts as facts
-from can_train.report.text import value_text
 from can_train.reporter import COLUMNS, wrapped
 from can_train.runs.run_folder import RunFolder
 from can_train.runs.status import run_statuses

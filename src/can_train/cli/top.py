@@ -15,10 +15,9 @@ from can_train.cli.output import full_screen, print_note, print_text
 from can_train.cli.run_locator import RunLocator, RunsDir, StateDir
 from can_train.errors import printable, with_command_name
 from can_train.io.records import parse_object
-from can_train.io.units import counted
+from can_train.io.units import counted, duration, number_or_none
 from can_train.report.run_facts import head_facts, next_commands, seconds_of
 from can_train.report.run_list import RunFilter, RunList
-from can_train.report.text import duration, number_or_none
 from can_train.runs.run_folder import short_name
 from can_train.runs.run_state import LIVE, RUNNING, live_row
 from can_train.runs.status import RunStatus, read_tail

@@ -23,10 +23,18 @@ from can_train.fit.offloaded_state import refusal
 from can_train.fit.optimizer import make_optimizer, phase_parameters, phase_training
 from can_train.fit.packing import ROUNDING, BatchCosts, SplitRules
 from can_train.fit.plan import PhasePlan, PlanRequest, resolve_plan, search_upper, size_candidates, spare_room
-from can_train.fit.plan_notices import format_notices, limits_notices, too_large_notices
 from can_train.fit.random_state import capture_generators, restore_generators
 from can_train.fit.rescue import Ladder, without_recomputation
-from can_train.fit.run_plan import DataPlacement, OtherRung, PredictedLimit, RunPlan, price
+from can_train.fit.run_plan import (
+    DataPlacement,
+    OtherRung,
+    PredictedLimit,
+    RunPlan,
+    format_notices,
+    limits_notices,
+    price,
+    too_large_notices,
+)
 from can_train.fit.rungs import (
     NOT_REPEATABLE,
     ModuleCost,

@@ -41,7 +41,6 @@ from can_train.fit.explore import (
     probe,
     weighted_loss,
 )
-from can_train.fit.low_bit_state import LowBitOptimizer
 from can_train.fit.micro_batcher import untrainable_because
 from can_train.fit.offloaded_state import OffloadedState
 from can_train.fit.optimizer import (
@@ -52,7 +51,7 @@ from can_train.fit.optimizer import (
     phase_training,
     sparse_weights,
 )
-from can_train.fit.optimizer_memory import measure_optimizer
+from can_train.fit.optimizer_memory import LowBitOptimizer, measure_optimizer
 from can_train.fit.packing import ROUNDING, BatchCosts, batch_totals, counts_of, growing_totals
 from can_train.fit.peak_prediction import (
     MemoryTerm,

@@ -1,11 +1,13 @@
 """Amounts of memory and time in the notation of people and of SLURM: `512MiB`, `2GB`, `16G`, `1:30:00`. Names of
-devices: `cuda:1`, `sim:2GiB`. Short names, and numbers as JSON values.
+devices: `cuda:1`, `sim:2GiB`. Times, values of settings and short names as text, and numbers as JSON values.
 """
 
 import math
 import re
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any, Final
 
 from can_train.errors import ConfigError, DeviceError, nearest_first
@@ -28,8 +30,12 @@ _DEVICES: Final = ("auto", "cpu", "cuda", "cuda:1", "sim:2GiB")  # an example of
 
 _SINGULAR: Final = {"are": "is", "were": "was", "have": "has", "mark": "marks"}
 
+_LONGEST_VALUE: Final = 200  # characters; a value may be a file's content
+_BEGINNING: Final = 24  # characters of a longer value that are shown
+
 _DAY_S: Final = 24 * 3600
 _UNIT_S: Final = {"s": 1, "min": 60, "h": 3600, "d": _DAY_S}
+_DURATION_UNITS_S: Final = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _UNIT_KIB: Final = {"K": 1, "": 2**10, "M": 2**10, "G": 2**20, "T": 2**30}
 
 
@@ -223,3 +229,41 @@ def finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): finite(inner) for name, inner in value.items()}
     return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def duration(seconds: float) -> str:
+    """Writes a duration in its largest unit, followed by the next smaller unit if the number is below ten.
+
+    Example:
+        >>> duration(8), duration(754), duration(7 * 3600 + 299), duration(200_000)
+        ('8 s', '12 min', '7 h 4 min', '2 d 7 h')
+    """
+    whole = max(0, int(seconds))
+    for (size, unit), (smaller, smaller_unit) in pairwise(_DURATION_UNITS_S):
+        if whole >= size:
+            rest = whole % size // smaller
+            return f"{whole // size} {unit}" + (f" {rest} {smaller_unit}" if whole < 10 * size and rest else "")
+    return f"{whole} s"
+
+
+def local_time(time: str) -> str:
+    """Writes an ISO 8601 time in this machine's time zone, to the second."""
+    return f"{datetime.fromisoformat(time).astimezone():%Y-%m-%d %H:%M:%S}"
+
+
+def seconds_between(start: str, end: str = "") -> float:
+    """Returns the seconds between two ISO 8601 times; without an end, until now."""
+    last = datetime.fromisoformat(end) if end else datetime.now(UTC)
+    return (last - datetime.fromisoformat(start)).total_seconds()
+
+
+def value_text(value: Any) -> str:
+    """Writes the value of a setting; an empty one is `none`, and a very long one is cut."""
+    text = "none" if value is None or value == "" else str(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_BEGINNING]}…"
+
+
+def number_or_none(value: Any) -> float | None:
+    """Returns a finite number unchanged, and None for anything else, which a damaged or edited file may hold."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and abs(value) < math.inf else None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from can_train import __version__
 from can_train.errors import StateError, with_command_name
 from can_train.io.records import text_or_nothing
-from can_train.io.units import counted, size_text
+from can_train.io.units import counted, size_text, value_text
 from can_train.report import figures
 from can_train.report.charts import Chart, figure_html, read_style, treemap_html
 from can_train.report.run_facts import (
@@ -29,7 +29,6 @@ from can_train.report.run_facts import (
     score_tables,
     trial_of,
 )
-from can_train.report.text import value_text
 from can_train.reporter import TextTable
 from can_train.runs.run_folder import RunFolder
 

@@ -10,9 +10,8 @@ import msgspec
 from can_train.config.resolved import differences, flat_settings
 from can_train.errors import RunError, StateError, command_name
 from can_train.io.records import JobId, parse_object, text_or_nothing
-from can_train.io.units import finite, size_text
+from can_train.io.units import duration, finite, local_time, number_or_none, seconds_between, size_text, value_text
 from can_train.report.scores import by_test_set, higher_is_better, is_ranked, mapping, score, test_scores
-from can_train.report.text import duration, local_time, number_or_none, seconds_between, value_text
 from can_train.reporter import TextTable
 from can_train.runs.run_folder import RunFolder, name_to_type, short_name
 from can_train.runs.run_state import FINISHED, QUEUED, RUNNING, SUSPENDED, infer_attempt_state, live_row

@@ -25,9 +25,9 @@ from can_train.config.task_settings import key_name, package_folders
 from can_train.errors import ConfigError, unknown_name
 from can_train.io.index import SETTLED_S, index_folder, recall, remember, without_collections
 from can_train.io.records import utc_text
+from can_train.io.units import number_or_none
 from can_train.report.run_facts import device_of, result_of, seconds_of
 from can_train.report.scores import mapping, metric_values
-from can_train.report.text import number_or_none
 from can_train.runs import run_state
 from can_train.runs.registry import Registry, RunLabels
 from can_train.runs.run_folder import CONFIG, RESULT

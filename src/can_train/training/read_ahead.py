@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, Dataset
 
 from can_train.errors import CanTrainError, ConfigError, DoesNotFitError, FailedRunError, OutOfMemoryDetails
-from can_train.fit.collate import has_numbers, leaves
+from can_train.fit.collate import is_plain, leaves
 from can_train.io.units import count_of, size_text
 from can_train.memory.host import available_bytes, die_with_parent, processes_here, room_bytes
 from can_train.memory.out_of_memory import is_out_of_memory
@@ -552,14 +552,6 @@ def _column(values: Sequence[Any]) -> _Column:
     if kind in (tuple, list) and values[0] and len({len(value) for value in values}) == 1:
         return _Column(kind.__name__, [_column(part) for part in zip(*values, strict=True)])
     return plain
-
-
-def is_plain(value: Any) -> bool:
-    """Tells whether a tensor or an array may be stacked with others."""
-    if isinstance(value, np.ndarray):
-        return value.ndim > 0 and has_numbers(value) and value.dtype.isnative
-    is_dense = value.layout is torch.strided and not value.is_nested and value.device.type == "cpu"
-    return is_dense and not (value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg())
 
 
 def _view(block: Tensor | bytearray) -> memoryview:

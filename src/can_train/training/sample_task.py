@@ -27,7 +27,7 @@ from torch.utils.data import ConcatDataset
 from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.config.task_settings import DatasetSettings, ModeSettings, NoSettings, load_object, missing_extra
 from can_train.errors import CanTrainError, ConfigError, DataError, TaskError, is_stop
-from can_train.fit.collate import host_copies, leaves, pad_and_stack, to_device
+from can_train.fit.collate import ResidentSamples, bytes_of_samples, host_copies, leaves, pad_and_stack, to_device
 from can_train.fit.random_state import capture_generators, restore_generators
 from can_train.io.records import sketch
 from can_train.io.units import counted, size_text
@@ -37,7 +37,6 @@ from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.reporter import Reporter, SilentReporter, TextTable
 from can_train.task import SAMPLES, BatchTask, Feature, LogicalBatch, Phase, Predictions, UpcomingBatch
 from can_train.training.read_ahead import Failed, SampleReader, is_in_memory
-from can_train.training.resident_samples import ResidentSamples, size_of
 from can_train.training.seeded_samples import read_seeded, reading, sample_seeds, seeded
 from can_train.training.streams import LOOKED, End, StreamParts, StreamReader, TrainingStream, is_stream, length_of
 from can_train.training.task_values import (
@@ -678,7 +677,7 @@ class Task(BatchTask):
         if self.in_order or not self.may_live_on_device():
             return 0
         in_memory = all(map(is_in_memory, self._indexed))
-        return size_of(self, sum(map(len, self._indexed)), in_memory=in_memory)
+        return bytes_of_samples(self, sum(map(len, self._indexed)), in_memory=in_memory)
 
     def resident_data(self) -> Mapping[str, NDArray[Any]]:
         """Returns the tensors of all samples, an array for each tensor of a sample."""
