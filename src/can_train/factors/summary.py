@@ -168,8 +168,8 @@ class FactorSummary(NextFactor):
 
     @property
     def size(self) -> str:
-        """The model's size in the key; empty where it has none, or no run says so."""
-        return self.all_runs[-1].size if self.all_runs else ""
+        """The model's size in the key; empty where it has none."""
+        return _size_in(self.key, self.all_runs)
 
     @property
     def figures(self) -> FactorFigures:
@@ -277,7 +277,7 @@ def summarize(
             groups.setdefault(name, [])
     summaries = []
     for (key, device), runs in sorted(groups.items(), key=lambda group: group[0]):
-        active = ActiveEvents.of(events, key, device, runs[-1].size if runs else "")
+        active = ActiveEvents.of(events, key, device, _size_in(key, runs))
         variants = [summarize_runs((key, device), variant, active, policy) for variant in by_settings(runs) or [[]]]
         if runs or variants[-1].factor is not None:
             summaries.append(replace(variants[-1], other_settings=tuple(variants[:-1])))
@@ -444,11 +444,17 @@ def keys_like(summaries: Sequence[FactorSummary | FactorFigures], key: str) -> s
     """Returns the keys that a key may mean: the key itself, and keys that equal it without their size. A key that has
     a summary means no key with a size where there are several.
     """
-    with_runs = [summary for summary in summaries if summary.has_runs]
-    sized = {summary.key for summary in with_runs if without_size(summary.key, summary.size) == key}
+    sized = {summary.key for summary in summaries if without_size(summary.key, summary.size) == key} - {key}
     if key not in {summary.key for summary in summaries}:
         return sized
     return {key} | (sized if len(sized) == 1 else set())
+
+
+def _size_in(key: str, runs: Sequence[Observation]) -> str:
+    """Returns the model's size in a key: its last run's. A key without runs may have the size of an installed task."""
+    if runs:
+        return runs[-1].size
+    return next((size for size in sorted(installed_sizes()) if without_size(key, size) != key), "")
 
 
 def policy_of(run: Observation, name: str | None = None) -> FactorPolicy:
