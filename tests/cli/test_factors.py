@@ -236,8 +236,8 @@ def test_an_import_without_size_and_with_a_short_gpu_name_is_used(tmp_path: Path
 
 
 def test_an_import_that_could_never_be_used_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "old.json").write_text('{"a": 1}')
-    assert "a is not a configuration key" in str(run(tmp_path, "--import", str(tmp_path / "old.json")).exception)
+    (tmp_path / "old.json").write_text('{"a__b": 1}')
+    assert "a__b is not a configuration key" in str(run(tmp_path, "--import", str(tmp_path / "old.json")).exception)
     assert {path.name for path in tmp_path.iterdir()} == {"old.json"}
 
 

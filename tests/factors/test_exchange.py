@@ -1,13 +1,15 @@
 import json
 import os
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from can_train.errors import DataError
+from can_train.errors import ArgumentError, DataError
 from can_train.factors.exchange import parse_import
 from can_train.factors.observations import Imported, write_record
 from can_train.factors.store import FactorStore, get_safety_factor_db
@@ -156,7 +158,7 @@ def test_a_size_and_a_memory_size_of_its_own_come_before_the_general_ones(tmp_pa
 @pytest.mark.parametrize(
     ("content", "found"),
     [
-        ({"a": 1}, r"a is not a configuration key \({dataset}_{model}_{size}_{mode}"),
+        ({"a__b": 1}, r"a__b is not a configuration key \({dataset}_{model}_{size}_{mode}, or of a task\)"),
         ({SHORT: {"v1000": 0.5}}, f"{SHORT}, v1000: unknown device.*v100-16gb"),
         ({SHORT: {"v100": 0.5, "tesla v100": 0.6}}, "v100 and tesla v100 are both v100-16gb"),
     ],
@@ -178,6 +180,36 @@ def test_importing_ones_own_export_changes_nothing(tmp_path: Path) -> None:
     assert store.import_file(store.db_path) == (None, [])
     assert store.records() == before
     assert len(list((tmp_path / "events").iterdir())) == events
+
+
+def test_the_export_of_a_task_of_ones_own_is_imported_elsewhere(tmp_path: Path) -> None:
+    own = get_safety_factor_db(tmp_path / "own")
+    own.pin("digits", 0.4)
+    own.refresh_export()
+    other = get_safety_factor_db(tmp_path / "other")
+    other.import_file(own.db_path)
+    assert other.get_factor("digits") == 0.4
+
+
+def test_a_pin_of_a_key_without_its_size_holds_for_an_imported_size_and_is_told(tmp_path: Path) -> None:
+    store = importing(tmp_path, {KEY: {"v100-16gb": 0.55}})
+    assert store.get_factor(SHORT, "v100-16gb") == 0.55
+    store.pin(SHORT, 0.3)
+    assert (
+        store.get_factor(KEY, "v100-16gb") == store.learned_rule(KEY, "v100-16gb", size="teacher").decided.value == 0.3
+    )
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), Fraction(1, 2)])
+def test_a_pin_takes_numbers_of_any_library(value: Any, tmp_path: Path) -> None:
+    store = get_safety_factor_db(tmp_path)
+    store.pin("digits", value)
+    assert store.get_factor("digits") == 0.5
+
+
+def test_a_pin_beyond_any_float_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"not in \(0, 1\]"):
+        get_safety_factor_db(tmp_path).pin("digits", 10**400)
 
 
 def test_a_reset_or_pin_of_a_key_without_its_size_holds_for_every_size(tmp_path: Path) -> None:

@@ -171,10 +171,11 @@ def resolve_names(entries: Mapping[str, Mapping[str, Imported]], summaries: Sequ
     keys = {summary.key for summary in summaries}
     store_devices = {summary.device for summary in summaries} | {ANY_DEVICE}
     for key in entries:
-        parts = key.split("_")
-        # Data set, model and mode at least; a part may contain underscores itself.
-        if key not in keys and (len(parts) < 3 or not all(parts)):
-            raise ValueError(f"{key} is not a configuration key ({{dataset}}_{{model}}_{{size}}_{{mode}})")
+        # A task of one's own has the name of its class as a key, with or without other parts.
+        if key not in keys and not all(key.split("_")):
+            raise ValueError(
+                f"{key} is not a configuration key ({{dataset}}_{{model}}_{{size}}_{{mode}}, or of a task)"
+            )
     return {key: _resolve_devices(key, devices, store_devices) for key, devices in entries.items()}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from can_train.config.resolved import ResolvedRun, plain_settings, state_dir, state_folder
-from can_train.errors import ArgumentError, ConfigError, StateError, check_kinds
+from can_train.errors import ArgumentError, ConfigError, StateError, check_kinds, shown
 from can_train.factors import observations
 from can_train.factors.exchange import make_export, read_import
 from can_train.factors.observations import ALLOCATOR, ActiveEvents, Event, Observation, Records, read_records
@@ -199,8 +199,8 @@ class FactorStore:
         check_kinds("a share of the tuned limit", Real, "Give value=0.5 for half of it", value=value)
         if not 0 < value <= 1:
             remedy = "Give a share of the tuned limit: 0.5 is half of it"
-            raise ArgumentError("The factor is not in (0, 1]", value=f"{value:g}", remedy=remedy)
-        return self._write_each("pin", device, key=key, value=value)
+            raise ArgumentError("The factor is not in (0, 1]", value=shown(value), remedy=remedy)
+        return self._write_each("pin", device, key=key, value=float(value))
 
     def unpin(self, key: str, device: str | None = None) -> Path:
         """Removes a pin, so that the learned factor holds again.
