@@ -78,6 +78,22 @@ def test_large_batches_have_their_largest_divisor_found(divisors: tuple[int, int
     assert_largest_divisor(divisors[0] * divisors[1], limit)
 
 
+@pytest.mark.parametrize(
+    ("desired", "limit", "sizes"),
+    [(2**61 - 1, 2**62, (2**61 - 1,)), (10**20, 10**20, (10**20,)), (6 * (2**61 - 1), 2**61, (2**61 - 1,) * 6)],
+)
+def test_the_divisors_of_huge_batches_are_found_without_a_search_up_to_their_root(
+    desired: int, limit: int, sizes: tuple[int, ...]
+) -> None:
+    assert solve_accumulation(desired, limit, divisor=True) == sizes
+
+
+def test_a_huge_batch_without_a_divisor_among_the_parts_allowed_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="at most 10,000,000 micro-batches") as refused:
+        solve_accumulation(2**61 - 1, 2**60, divisor=True)
+    assert "has a larger divisor" in refused.value.remedy
+
+
 def test_a_prime_batch_is_cut_unevenly_rather_than_one_by_one() -> None:
     assert solve_accumulation(127, 64) == (64, 63)
     assert solve_accumulation(127, 64, divisor=True) == (1,) * 127

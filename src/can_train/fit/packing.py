@@ -69,12 +69,20 @@ def solve_accumulation(desired: int, limit: int, *, divisor: bool = False) -> tu
                             remedy="Give limit=1 or more")  # fmt: skip
     count = -(-desired // limit)
     if divisor:
-        # Divisors come in pairs, the smaller one at most the square root: a billion samples are solved at once.
-        pairs = ((low, desired // low) for low in range(1, math.isqrt(desired) + 1) if desired % low == 0)
-        count = min(divisor for pair in pairs for divisor in pair if divisor >= count)
+        count = _equal_parts(desired, count)
     _check_parts(desired, limit, count, divisor=divisor)
     size, larger = divmod(desired, count)
     return (size + 1,) * larger + (size,) * (count - larger)
+
+
+def _equal_parts(desired: int, least: int) -> int:
+    """Returns the smallest divisor of `desired` from `least` on; any number above `_MOST_PARTS` where it is above."""
+    root = math.isqrt(desired)
+    if least == 1 or root > _MOST_PARTS:
+        return next((count for count in range(least, _MOST_PARTS + 1) if desired % count == 0), desired)
+    # Divisors come in pairs, the smaller one at most the square root: a billion samples are solved at once.
+    pairs = ((low, desired // low) for low in range(1, root + 1) if desired % low == 0)
+    return min(divisor for pair in pairs for divisor in pair if divisor >= least)
 
 
 def _check_parts(desired: int, limit: int, count: int, *, divisor: bool) -> None:
@@ -86,7 +94,7 @@ def _check_parts(desired: int, limit: int, count: int, *, divisor: bool) -> None
     else:
         remedy = "Give divisor=False, or a batch whose size has a larger divisor"
     raise ArgumentError(f"A batch is cut into at most {_MOST_PARTS:,} micro-batches", remedy=remedy,
-                        value=f"{count:,} of desired {desired} and limit {limit}")  # fmt: skip
+                        value=f"desired {desired}, limit {limit}")  # fmt: skip
 
 
 def batch_totals(features: Sequence[Feature], counts: NDArray[np.float64]) -> NDArray[np.float64]:
