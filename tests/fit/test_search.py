@@ -812,3 +812,9 @@ def test_a_known_limit_of_something_else_is_not_confirmed(
     device: Device, upper: float, changed: dict[str, Any]
 ) -> None:
     assert device.confirm(known_of(Device().find(), **changed), upper=upper) is None
+
+
+def test_numbers_beyond_any_float_are_no_readings() -> None:
+    assert find_max_size(lambda size: 10**400, upper=64, capacity=100).size == 64
+    with pytest.raises(ArgumentError, match="A capacity is a positive number of bytes"):
+        find_max_size(lambda size: None, capacity=10**400)

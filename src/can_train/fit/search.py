@@ -157,11 +157,16 @@ def _bytes_of(capacity: object) -> float:
 
 
 def _number(value: Any) -> float | None:
-    """Returns a number of Python, NumPy or PyTorch; None where it is none."""
+    """Returns a number of Python, NumPy or PyTorch; None where it is none, infinite where a float cannot hold it."""
     if getattr(value, "ndim", None) == 0:
         # An array or a tensor that holds a single number.
         value = value.item()
-    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 @dataclass
