@@ -47,6 +47,9 @@ REAL = {
     "27.20 GiB). Tried to allocate 292.50 MiB on private pool.",
     "pinokio 941": "MPS backend out of memory (MPS allocated: 16.00 GB, other allocations: 3.31 GB, max allowed: "
     "18.13 GB). Tried to allocate 256 bytes on shared pool.",
+    "pytorch 141909": "Invalid buffer size: 19.45 GB",
+    "ComfyUI-SUPIR 151": "Invalid buffer size: 19.38 GiB",
+    "Metal": "Execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)",
     "pytorch 20123": "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
     "cuDNN 9": "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
     "marqo 101": "Unable to find a valid cuDNN algorithm to run convolution",
@@ -63,6 +66,8 @@ REAL = {
     "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 'out of memory'",
     "nccl, newer": "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.26.2\nLast error:\n"
     "Cuda failure 2 'out of memory'",
+    "rccl": "NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled cuda error, NCCL version 2.21.5\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nHIP failure 'out of memory'",
     "nccl, calloc": "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc async "
     "2432 bytes",
     "mxfold2 20": "[enforce fail at alloc_cpu.cpp:75] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
@@ -96,6 +101,9 @@ MENTIONS = {
     "device lost": "level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)",
     "NCCL": "NCCL error in: ProcessGroupNCCL.cpp:1275, unhandled cuda error\nLast error:\n"
     "Cuda failure 'invalid argument'",
+    "buffer without memory": "Invalid buffer size: 0",
+    "RCCL": "NCCL error in: ProcessGroupNCCL.cpp:1275, unhandled cuda error\nLast error:\n"
+    "HIP failure 'invalid argument'",
     "setting": "Unrecognized key 'max_split_size' in CUDA caching allocator config",
 }
 
