@@ -547,9 +547,22 @@ def test_an_error_of_samples_that_are_given_is_their_own(run_of: Callable[[str],
 def test_a_run_that_has_not_finished_cannot_be_loaded(run_of: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(CanTrainError, match="There is no such run"):
         can_train.load("nobody", runs_dir=tmp_path)
+    with pytest.raises(CanTrainError, match=r"There are no runs yet; runs_dir=\.\.\. and state_dir="):
+        can_train.load("nobody", runs_dir=tmp_path, state_dir=tmp_path)
     (tmp_path / "config.yaml").write_text((run_of("Streamed") / "config.yaml").read_text())
     with pytest.raises(CanTrainError, match="not known to be yours"):
         can_train.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", "folder"])
+def test_the_runs_are_listed_for_a_folder_that_is_no_run(
+    name: str, run_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of("Streamed")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CanTrainError, match="The newest:\n  "):
+        can_train.load(name, runs_dir=run.parent)
 
 
 def test_code_of_another_user_runs_when_it_is_asked_for(run_of: Callable[[str], Path], tmp_path: Path) -> None:

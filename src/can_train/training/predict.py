@@ -40,6 +40,7 @@ from can_train.fit.random_state import load_weights
 from can_train.memory.meters import device_name, open_meter
 from can_train.reporter import Reporter, SilentReporter
 from can_train.runs.registry import Registry
+from can_train.runs.run_folder import CONFIG
 from can_train.runs.status import find_run, known_runs
 from can_train.runs.trust import CodeTrust
 from can_train.task import UpcomingBatch
@@ -191,12 +192,18 @@ def load(  # noqa: PLR0913 - a person gives few of them
     check_flags(trust_code=trust_code)
     state = state_folder(None if state_dir is None else Path(state_dir))
     # A folder needs no list of runs.
-    runs = [] if Path(run).is_dir() else known_runs(Registry(state), Path(runs_dir))
+    runs = [] if (Path(run) / CONFIG).is_file() else known_runs(Registry(state), Path(runs_dir))
     paths = PathSettings(data_root=str(data_root or ""), state_dir=str(state_dir or ""))
     trust = CodeTrust(state=state, trusts_all=trust_code)
     options = LoadOptions(device=device, weights=weights, paths=paths, trust=trust)
     try:
-        return load_model(find_run(runs, os.fspath(run)).folder.path, options)
+        path = find_run(runs, os.fspath(run)).folder.path
+    except RunError as error:
+        if not runs:
+            error.remedy = "There are no runs yet; runs_dir=... and state_dir=... name other folders"
+        raise
+    try:
+        return load_model(path, options)
     except UntrustedCodeError as error:
         error.remedy = "Read the code first; load(run, trust_code=True) runs it"
         raise
