@@ -1,5 +1,6 @@
 """`top`: the cells of runs that train or wait, the keys, and lines in a pipe."""
 
+import json
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from can_train.cli.main import main
 from can_train.cli.top import _Keys, _View, make_row
 from can_train.io.records import utc_now
+from can_train.runs.run_state import LIVE
 from can_train.runs.scheduler import QueueRow, SchedulerAnswer
 from fakes.made_runs import RESULT, Runs, begin
 from fakes.run_facts import CLUSTER
@@ -95,3 +97,16 @@ def test_a_pipe_gets_a_line_for_each_run(
     lines = capsys.readouterr().out.splitlines()
     assert any("10/40" in line and "lr=0.1" in line for line in lines)
     assert all("\x1b" not in line for line in lines)
+
+
+def test_runs_are_listed_as_json_as_by_runs(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["top", "--json", *runs.flags]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert main(["runs", "--json", *runs.flags]) == 0
+    newest = json.loads(capsys.readouterr().out)
+    assert [run.keys() for run in listed] == [run.keys() for run in newest if run["state"] in LIVE]
+    assert [run["run_id"] for run in listed] == [run["run_id"] for run in newest if run["state"] in LIVE]
+    assert len(listed) == 2

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from can_train.cli.output import full_screen, print_note, print_text
-from can_train.cli.run_locator import RunLocator, RunsDir, StateDir
+from can_train.cli.output import full_screen, print_json, print_note, print_text
+from can_train.cli.run_locator import AsJson, RunLocator, RunsDir, StateDir
 from can_train.errors import printable, with_command_name
 from can_train.io.records import parse_object
 from can_train.io.units import counted, duration, number_or_none
-from can_train.report.run_facts import head_facts, next_commands, seconds_of
+from can_train.report.run_facts import head_facts, listed_json, next_commands, seconds_of
 from can_train.report.run_list import RunFilter, RunList
 from can_train.runs.run_folder import short_name
 from can_train.runs.run_state import LIVE, RUNNING, live_row
@@ -38,6 +38,7 @@ _UNKNOWN: Final = "-"
 
 def top(
     interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=1.0)] = _INTERVAL_S,
+    as_json: AsJson = False,
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
 ) -> None:
@@ -46,6 +47,9 @@ def top(
     """
     locator = RunLocator(runs_dir, state_dir)
     locator.check_folder()
+    if as_json:
+        print_json([listed_json(status) for status in live_runs(locator)])
+        return
     if not (sys.stdout.isatty() and sys.stdin.isatty()):
         rows = [*map(make_row, live_runs(locator))]
         for row in rows:
