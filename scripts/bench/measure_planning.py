@@ -21,9 +21,10 @@ from can_train.memory.meters import open_meter
 from can_train.reporter import SilentReporter
 from can_train.runs.attempts import StopRequests
 from can_train.runs.run_folder import RunFolder
+from can_train.training.attempt_record import recording_observation
 from can_train.training.loading import fresh_model, load_task
 from can_train.training.session import Parts
-from can_train.training.train import make_session, recording_observation, take_step
+from can_train.training.train import make_session, take_step
 
 BENCHMARK: Final = Benchmark(__name__, packages=("torch", "torch_geometric"), quick="the first case alone")
 CASES: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (

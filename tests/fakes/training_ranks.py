@@ -23,8 +23,9 @@ from can_train.runs.attempts import StopRequests
 from can_train.runs.run_folder import RunFolder
 from can_train.task import BatchTask
 from can_train.training import train as training_loop
+from can_train.training.attempt_record import recording_observation
 from can_train.training.distributed import ConnectedRanks, Ranks
-from can_train.training.train import make_session, recording_observation, take_step, train_new, train_on
+from can_train.training.train import make_session, take_step, train_new, train_on
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts
 
 MIB = 2**20

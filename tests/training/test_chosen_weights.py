@@ -19,6 +19,7 @@ from can_train.errors import CheckpointError, ConfigError
 from can_train.runs.run_state import best_text
 from can_train.training import train as training_loop
 from can_train.training.chosen_weights import AveragedWeights, Criterion, Validation
+from can_train.training.judgement import judge_best
 from can_train.training.session import Session
 from can_train.training.train import make_session, train_new
 from fakes.line_fit import LineTask, Notices, StoppedTask, fixed, line_parts, train_line
@@ -103,7 +104,7 @@ def test_the_average_is_judged_beside_the_trained_weights_and_the_better_ones_ar
     assert session.bests["averaged"].loss == min(record["averaged/loss"] for record in records)
     better = min(session.bests.values(), key=lambda best: best.loss)
     assert session.best is better.weights
-    result = training_loop._result(session)
+    result = judge_best(session)
     assert result["best_validation_loss"] == better.loss
     assert {result["weights"], *result["beside"]} == {"trained", "averaged"}
     (other,) = result["beside"].values()
@@ -223,7 +224,7 @@ def test_one_of_several_validation_sets_or_their_mean_decides(tmp_path: Path, be
 
 
 def test_each_validation_set_is_judged_and_none_counts_as_a_test_set(tmp_path: Path) -> None:
-    judgement = training_loop._result(train_line(tmp_path, TwoValidationSets(), **TRAINED, epochs=1))["judgement"]  # type: ignore[arg-type]
+    judgement = judge_best(train_line(tmp_path, TwoValidationSets(), **TRAINED, epochs=1))["judgement"]  # type: ignore[arg-type]
     assert judgement.keys() == {"validation", "validation_sets", "test"}
     assert judgement["validation_sets"].keys() == {"near", "far"}
     assert judgement["test"].keys() == {"test"}
@@ -301,7 +302,7 @@ def test_an_epoch_that_the_time_cuts_short_leaves_the_files_of_whole_epochs_and_
     assert sorted(file.name for file in session.folder.weights_path.iterdir()) == ["epoch-0001.pt", "epoch-0002.pt"]
     kept, expected = (torch.load(each.folder.weights_path / "epoch-0002.pt") for each in (session, whole))
     assert same(kept, expected)
-    result = training_loop._result(session)
+    result = judge_best(session)
     assert (result["epochs"], result["best_epoch"]) == (3, 3)
 
 

@@ -20,9 +20,10 @@ from can_train.fit.run_plan import RunPlan
 from can_train.fit.step_time import MicroBatchChoice, StepTimer
 from can_train.memory.meters import CpuMeter
 from can_train.task import Feature
+from can_train.training.attempt_record import recording_observation
 from can_train.training.report import detail_lines, plan_summary
 from can_train.training.session import Session
-from can_train.training.train import make_session, recording_observation, train
+from can_train.training.train import make_session, train
 from fakes.line_fit import LineBatch, LineTask, line_parts
 
 pytestmark = pytest.mark.slow

@@ -16,9 +16,10 @@ from can_train.factors.observations import read_records, write_record
 from can_train.factors.store import factor_rule, get_safety_factor_db
 from can_train.fit.factor_rule import NO_AIM
 from can_train.training import train as training_loop
+from can_train.training.attempt_record import recording_observation
 from can_train.training.dry_run import get_effective_safety_factor
 from can_train.training.session import Session
-from can_train.training.train import make_session, recording_observation
+from can_train.training.train import make_session
 from fakes.costly import Costly
 from fakes.line_fit import LineBatch, LineTask, Notices, StoppedTask, fixed, line_parts, line_run
 
@@ -208,7 +209,8 @@ def test_an_attempt_that_ran_out_of_memory_was_rescued_only_where_shards_fit(
             session.may_go_on_as_shards = True
             raise DoesNotFitError("Memory ran out", value="point 3", remedy="Take a larger device")
 
-    for name, step in (("make_session", plan), ("train", run_out_at_first), ("_result", lambda _: {"judgement": {}})):
+    steps = {"make_session": plan, "train": run_out_at_first, "judge_best": lambda _: {"judgement": {}}}
+    for name, step in steps.items():
         monkeypatch.setattr(training_loop, name, step)
     ends = nullcontext() if shards_fit else pytest.raises(DoesNotFitError, match="point 3, also with --fit shard")
     with ends:

@@ -13,6 +13,7 @@ from torch import nn
 from can_train.config.settings import MonitorSettings
 from can_train.errors import RUN_FAILED, CanTrainError
 from can_train.training import train as training_loop
+from can_train.training.judgement import validation_loss
 from can_train.training.session import Session
 from can_train.training.train import make_session
 from fakes.line_fit import (
@@ -43,7 +44,7 @@ def test_training_lowers_the_loss_and_keeps_the_best_weights(tmp_path: Path) -> 
     assert losses[-1] < losses[0] / 2
     assert session.progress.best_loss == min(losses)
     session.model.load_state_dict(session.best)
-    assert training_loop.validation_loss(session) == pytest.approx(min(losses))
+    assert validation_loss(session) == pytest.approx(min(losses))
 
 
 @pytest.mark.parametrize("limit", [1, 3, 7])

@@ -21,8 +21,9 @@ from can_train.memory.monitor import RISES, WINDOW_STEPS
 from can_train.memory.simulated.allocator import EXPANDABLE
 from can_train.task import Feature
 from can_train.training import train as training_loop
+from can_train.training.attempt_record import recording_observation
 from can_train.training.session import Session
-from can_train.training.train import make_session, recording_observation, take_step
+from can_train.training.train import make_session, take_step
 from fakes.costly import CostlyNet
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts
 

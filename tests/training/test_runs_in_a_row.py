@@ -19,7 +19,8 @@ from can_train.memory.simulated.allocator import EXPANDABLE
 from can_train.runs.run_folder import RunFolder
 from can_train.task import Feature
 from can_train.training import train as training_loop
-from can_train.training.train import make_session, recording_observation
+from can_train.training.attempt_record import recording_observation
+from can_train.training.train import make_session
 from fakes.costly import CostlyNet
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, line_parts
 

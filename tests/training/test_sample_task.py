@@ -19,9 +19,10 @@ from can_train.fit.epochs import epoch_shares
 from can_train.fit.explore import Explorer
 from can_train.fit.run_plan import limits_notices
 from can_train.memory.meters import SimulatedMeter
+from can_train.training.judgement import validation_loss
 from can_train.training.sample_task import tables
 from can_train.training.session import Session
-from can_train.training.train import make_session, train, validation_loss
+from can_train.training.train import make_session, train
 from fakes.line_fit import fixed, line_parts
 from fakes.sample_tasks import Losses, RareTerm, TwoPhases, TwoTerms, Words
 from fakes.streams import streamed

@@ -1,4 +1,4 @@
-"""Plans a run with the whole model on each rank, or with shards of it, which are joined again for the judgement."""
+"""Plans a run with the whole model on each rank, or with shards of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from can_train.fit.rungs import SPLIT_ALONE, Rung
 from can_train.fit.sharding import Shards, fits_whole, unshardable_because
 from can_train.memory.meters import CpuMeter
 from can_train.memory.out_of_memory import forget_frames
-from can_train.memory.sharded_tensors import shard_of
 from can_train.reporter import SilentReporter
 from can_train.training.distributed import ConnectedRanks, RankFailedError, check_alike
 from can_train.training.loading import fresh_model, start_from
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from can_train.fit.batch_dependence import BatchDependence
     from can_train.memory.meters import Meter
     from can_train.training.distributed import Ranks
-    from can_train.training.session import Parts, Session
+    from can_train.training.session import Parts
 
 T = TypeVar("T")
 
@@ -191,13 +190,3 @@ def _move(model: nn.Module, meter: Meter) -> None:
     model.to(meter.device)
     with meter.measuring([*model.parameters(), *model.buffers()]):
         """A simulated GPU counts them from now on."""
-
-
-def join_for_judgement(session: Session) -> None:
-    """Gives rank 0 the whole model on its device, in place of its shards, once the other ranks have ended."""
-    for parameter in session.model.parameters():
-        shard_of(parameter).untyped_storage().resize_(0)
-    session.shards = None
-    session.model = fresh_model(session.run, session.task, session.meter)
-    for engine in session.engines:
-        engine.batcher.go_on_with(session.model)

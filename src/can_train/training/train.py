@@ -1,4 +1,4 @@
-"""Trains one run, top to bottom: prepare, plan, epochs, steps, validation, checkpoints, judgement, observation.
+"""Trains one run, top to bottom: prepare, plan, epochs, steps, validation, checkpoints, judgement.
 
 `session.ranks` stands for the processes that train the run together. With one process each of its methods just does
 the work: `gather(work)` is `[work()]`, `on_rank0(work)` and `on_every_rank(work)` are `work()`.
@@ -11,53 +11,23 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache, partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.config.compose import changed_settings
 from can_train.config.resolved import ResolvedRun, cache_folder, state_dir
-from can_train.errors import (
-    RUN_FAILED,
-    CanTrainError,
-    DoesNotFitError,
-    OutOfMemoryDetails,
-    StateError,
-    Stopped,
-    errors_of_steps,
-    from_os_error,
-)
-from can_train.factors.observations import Observation, Started, next_time, write_record
-from can_train.factors.observations import Outcome as AttemptOutcome
-from can_train.factors.observing import (
-    AttemptRecord,
-    PlannedMemory,
-    device_of,
-    make_observation,
-    outcome_of,
-    write_observation,
-)
-from can_train.factors.store import FactorStore, factor_rule, memory_fingerprint, policy_options, store_of
+from can_train.errors import CanTrainError, DoesNotFitError, StateError, Stopped, errors_of_steps
+from can_train.factors.store import factor_rule
 from can_train.fit.compiled import compiler_limits
-from can_train.fit.cost_model import DeviceLimits, SearchResult
-from can_train.fit.factor_rule import FactorRule, RememberedLimit, RememberedLimits
-from can_train.fit.micro_batcher import (
-    BatchResult,
-    Denominators,
-    Losses,
-    MicroBatcher,
-    check_zero,
-    combine_shares,
-    sum_by_term,
-)
+from can_train.fit.factor_rule import FactorRule
+from can_train.fit.micro_batcher import BatchResult, Denominators, Losses, combine_shares
 from can_train.fit.optimizer import freeze
 from can_train.fit.planner import PROBED, Planner, Planners
 from can_train.fit.precision import Precision, number_format, tf32
@@ -66,7 +36,6 @@ from can_train.fit.rescue import describe_out_of_memory, fatal_out_of_memory
 from can_train.fit.run_plan import RunPlan
 from can_train.fit.search import NO_RECORDING
 from can_train.fit.sharding import Shards
-from can_train.fit.step_time import TimedSize
 from can_train.io.records import check_writable, is_file, open_to_append, this_host, write_json_atomic
 from can_train.io.units import counted, finite, size_text
 from can_train.memory.allocator_settings import read_allocator_settings
@@ -86,37 +55,21 @@ from can_train.reporter import (
     figure_text,
 )
 from can_train.runs.attempts import SlurmContext, StopRequests
-from can_train.runs.recording import write_predictions
 from can_train.runs.run_folder import EPOCHS, Changed, RunFolder, make_run, resume_hint
 from can_train.runs.run_state import best_text
 from can_train.runs.trackers import TrackedRun, Tracker, check_packages, scores, tracked
-from can_train.task import BatchTask, Predictions
-from can_train.training.chosen_weights import (
-    AVERAGED,
-    LOSS,
-    TRAINED,
-    AveragedWeights,
-    BestWeights,
-    Validation,
-    averaged_weights,
-    choose,
-)
+from can_train.task import BatchTask
+from can_train.training.attempt_record import outcome_of_attempt, recording_observation
+from can_train.training.chosen_weights import LOSS, AveragedWeights, averaged_weights
 from can_train.training.distributed import Forms, RankFailedError, Ranks, check_alike, rank_device
-from can_train.training.inference import BatchedInference, InferenceDevice, Rows, with_samples
+from can_train.training.inference import Rows, with_samples
+from can_train.training.judgement import judge_best, keep_weights, validate, validated
 from can_train.training.limit_recorder import LimitRecorder
-from can_train.training.loading import (
-    ResidentData,
-    check_inputs_unchanged,
-    describe_data,
-    load_task,
-    write_epoch_weights,
-)
+from can_train.training.loading import ResidentData, check_inputs_unchanged, describe_data, load_task
 from can_train.training.reference_models import ReferenceModels
 from can_train.training.report import detail_lines, plan_summary
 from can_train.training.session import Parts, Session, load_checkpoint, read_plan, resolve_plans
-from can_train.training.sharded_model import Sharded, join_for_judgement, may_climb_to_shards, may_shard, plan_model
-
-T = TypeVar("T")
+from can_train.training.sharded_model import Sharded, may_climb_to_shards, may_shard, plan_model
 
 UpdateResult = tuple[BatchResult, Denominators]
 """The result of an optimizer update, of all ranks, with the denominators of the batch that it was computed with."""
@@ -373,7 +326,7 @@ def _attempt_result(parts: Parts, rule: FactorRule) -> dict[str, Any] | None:
         if not session.may_go_on_as_shards:
             raise
         failed = error
-    record_end, ended = session.record_end, _outcome_of_attempt(failed)
+    record_end, ended = session.record_end, outcome_of_attempt(failed)
     ranks = parts.ranks.size
     text = f"step {session.progress.step}: memory ran out on the last rung; the run goes on from its checkpoint with"
     parts.reporter.notice(f"{text} weights, gradients and optimizer state as shards on {ranks} ranks")
@@ -402,7 +355,7 @@ def _trained_and_judged(session: Session, *, may_go_on: bool = False) -> dict[st
         session.ranks.close()
         if not session.ranks.is_first:
             return None
-        result = _result(session)
+        result = judge_best(session)
         session.track(scores(result["judgement"]))
     return result
 
@@ -453,7 +406,7 @@ def make_session(parts: Parts, factor: FactorRule, *, as_shards: bool = False) -
         average.first_step = int(parts.training.ema_start * session.total_steps)
     if checkpoint is None:
         # Now rather than after the first epoch.
-        session.criterion.check(lambda: _validated(session))
+        session.criterion.check(lambda: validated(session))
         if any(parts.folder.metrics()):
             reporter.notice("No checkpoint of this run is left: it trains from its first step again")
     else:
@@ -547,14 +500,14 @@ def train(session: Session) -> None:
             if progress.epoch < epochs:
                 figures = _train_epoch(session, stage)
             if session.training.validates_after(figures.epoch) or session.is_time_up:
-                figures = _validate(session, figures)
+                figures = validate(session, figures)
             # An epoch that the time has cut short has not ended.
             if (
                 (every := session.training.keep_every)
                 and figures.epoch == progress.epoch
                 and not progress.epoch % every
             ):
-                _keep_weights(session)
+                keep_weights(session)
             stopped_early = bool(patience) and progress.epochs_without_gain >= patience
             lost = _lost(session, figures.epoch) if session.trial and figures.validation_loss is not None else ""
             progress.trained = progress.epoch >= epochs or stopped_early or bool(lost) or session.is_time_up
@@ -729,7 +682,7 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
     """
     # The reserves' own lists, not copies: one is emptied within the step, and nobody else may keep its tensors.
     reserved = [engine.reserve.tensors for engine in session.engines]
-    held = *reserved, session.planners.first.reference_tensors, snapshot.copies
+    held = *reserved, session.data.tensors, snapshot.copies
     optimizers = [engine.optimization.optimizer for engine in session.engines]
     ranks, optimization = session.ranks, session.engine.optimization
     with session.monitor.step(session.model, *optimizers, *held) as step_is_counted:
@@ -859,272 +812,6 @@ def _release_and_report(session: Session, result: BatchResult) -> None:
         session.reporter.notice(f"{leak}: something keeps tensors from step to step (losses never detached, say)")
 
 
-def _validate(session: Session, figures: EpochFigures) -> EpochFigures:
-    """Validates the weights, and their average if there is one, and keeps the best so far; returns the figures of the
-    epoch with those of the validation.
-    """
-    progress, criterion = session.progress, session.criterion
-    trained = _validated(session)
-    if not math.isfinite(trained.loss):
-        raise session.no_longer_finite(f"epoch {figures.epoch}", {"validation loss": trained.loss})
-    # As the validation loss is computed: without dropout, and by the loss that the task validates with. The mean of the
-    # epoch's steps has neither.
-    training_loss, _ = _evaluated(session, session.compared_rows)
-    validations = {TRAINED: trained}
-    _keep_best(session, TRAINED, trained, figures.epoch)
-    if session.average is not None and session.average.count:
-        with session.average.in_model():
-            validations[AVERAGED] = _validated(session)
-            _keep_best(session, AVERAGED, validations[AVERAGED], figures.epoch)
-    for validation in validations.values():
-        _tell_not_finite(session, validation, figures.epoch)
-    for engine in session.engines:
-        engine.optimization.validated(trained.loss)
-    value = max(criterion.value(validation) for validation in validations.values())
-    is_best = value > (-math.inf if progress.best_value is None else progress.best_value)
-    progress.best_value = value if is_best or progress.best_value is None else progress.best_value
-    progress.epochs_without_gain = 0 if is_best else progress.epochs_without_gain + 1
-    best = session.bests[choose(session.bests)]
-    progress.best_loss, progress.best_epoch = best.loss, best.epoch
-    averaged = validations.get(AVERAGED)
-    objective = {} if session.trial is None else {"objective": value if criterion.is_higher_better else -value}
-    session.log(epoch=figures.epoch, validation_loss=trained.loss, training_loss=training_loss, **trained.record(),
-                **({} if averaged is None else averaged.record(AVERAGED)), **objective)  # fmt: skip
-    return replace(figures, training_loss=training_loss, validation_loss=trained.loss, is_best=is_best,
-                   averaged_loss=None if averaged is None else averaged.loss,
-                   metric=trained.shown(criterion.name))  # fmt: skip
-
-
-def _tell_not_finite(session: Session, validation: Validation, epoch: int) -> None:
-    """Says which metrics of a validation are no finite numbers, once for each: they would go unnoticed."""
-    new = {name: value for name, value in validation.not_finite().items() if name not in session.not_finite}
-    session.not_finite |= new.keys()
-    if not new:
-        return
-    named, by = ", ".join(f"{name} is {value:g}" for name, value in new.items()), session.criterion.name
-    chosen = f". While {by} is none, no epoch is the best by it, and the last weights are kept"
-    session.reporter.notice(f"Not a finite number in validation after epoch {epoch}: {named}; metrics.jsonl has null"
-                            f"{'' if math.isfinite(validation.figure(by) or 0.0) else chosen}")  # fmt: skip
-
-
-def _keep_best(session: Session, kind: str, validation: Validation, epoch: int) -> None:
-    """Keeps the weights that the model has now, if they are the best of their kind so far, or the last are wanted."""
-    value, best = session.criterion.value(validation), session.bests.setdefault(kind, BestWeights())
-    # While the figure is never a finite number, no weights are better than the last.
-    keeps_last = session.training.keep == "last" or best.value == -math.inf
-    if best.value is not None and not (value > best.value or keeps_last):
-        return
-    session.bests[kind] = BestWeights(value=value, loss=validation.loss, epoch=epoch, weights=_weights_here(session))
-
-
-def _weights_here(session: Session) -> dict[str, Any]:
-    """Copies the weights of the model to the host, on rank 0; none on other ranks, which all call it."""
-    if not session.ranks.is_first and session.shards is None:
-        return {}
-    # On the host: a second copy on the device would take room from the batch.
-    with session.meter.host():
-        weights = session.whole(session.model.state_dict())
-        return {name: value.detach().cpu().clone() for name, value in weights.items()} if session.ranks.is_first else {}
-
-
-def _keep_weights(session: Session) -> None:
-    """Writes the weights of the epoch, and their average if there is one, as files of their own, on rank 0."""
-    average, epoch = session.average, session.progress.epoch
-    write_weights = partial(write_epoch_weights, session.folder, epoch)
-    weights = _weights_here(session)
-    session.ranks.on_rank0(lambda: write_weights(TRAINED, weights))
-    if average is not None and average.count:
-        with average.in_model():
-            weights = _weights_here(session)
-        session.ranks.on_rank0(lambda: write_weights(AVERAGED, weights))
-
-
-def validation_loss(session: Session) -> float:
-    """Returns the weighted loss over the validation samples, as the mean over the validation sets."""
-    return _validated(session).loss
-
-
-def _validated(session: Session) -> Validation:
-    """Validates the weights that the model has now; metrics that do not add up are computed only where one of them
-    chooses the best weights.
-    """
-    sets = session.task.validation_sets
-    evaluated = {name: _evaluated(session, rows, with_metrics=True) for name, rows in sets.items()}
-    losses = {name: loss for name, (loss, _) in evaluated.items()}
-    figures = Validation.of(losses, {name: metrics for name, (_, metrics) in evaluated.items()})
-    if figures.figure(session.criterion.name) is not None:
-        return figures
-    score = _ValidationScores(session)
-    measured = {name: session.task.validation_metrics(rows, score) for name, rows in sets.items()}
-    return Validation.of(losses, {name: {**metrics, **measured[name]} for name, (_, metrics) in evaluated.items()})
-
-
-class _ValidationScores:
-    """Scores validation samples for a task; each rank computes a share, and all of them have the result."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def __call__(self, rows: Rows) -> NDArray[np.float64]:
-        """Returns [R, …] scores of the model."""
-        task = self._session.task
-        return np.concatenate(self._shared(rows, lambda share: [_inference(self._session).scores(task, share)]))
-
-    def parts(self, rows: Rows) -> list[Any]:
-        """Returns the task's results for each part of some samples, in their order."""
-        task: Any = self._session.task
-        return self._shared(rows, lambda share: _inference(self._session).parts(task.outcome, share))
-
-    def _shared(self, rows: Rows, compute: Callable[[Rows], list[T]]) -> list[T]:
-        session = self._session
-        session.model.eval()
-        costs = session.engine.shared_plan.evaluation_costs
-        share = session.ranks.share(len(rows), lambda: costs(session.task, rows))
-        has_passes = share.stop > share.start or session.shards is not None
-        gathered = session.ranks.gather(lambda: compute(rows[share]) if has_passes else [])
-        return [result for results in gathered for result in results]
-
-
-def _evaluated(session: Session, rows: Rows, *, with_metrics: bool = False) -> tuple[float, dict[str, float]]:
-    """Returns the weighted loss over some samples, and the task's metrics of them; each rank computes a share."""
-    task, device = session.task, session.meter.device
-    rows, share = session.evaluation_share(rows)
-    session.model.eval()
-
-    def sums_of(part: Rows) -> tuple[dict[str, float], ...]:
-        batch = task.logical_batch(part, device, session.precision.dtype, None)
-        with torch.no_grad(), session.precision.context(device):
-            losses = batch.losses(session.model, 0, len(part))
-            metrics = task.metric_sums(session.model, batch, len(part)) if with_metrics else {}
-        return tuple({name: float(pair[index]) for name, pair in terms.items()}
-                     for terms in (losses, metrics) for index in (0, 1))  # fmt: skip
-
-    def sums() -> tuple[dict[str, float], ...]:
-        # On shards, a rank without samples takes part in the passes of the other ranks.
-        has_passes = share.stop > share.start or session.shards is not None
-        parts = _inference(session).run(rows[share], sums_of) if has_passes else []
-        return tuple(map(sum_by_term, zip(*parts, strict=True))) or ({}, {}, {}, {})
-
-    losses, denominators, metrics, counts = map(sum_by_term, zip(*session.ranks.gather(sums), strict=True))
-    for term, total in losses.items():
-        check_zero(term, total, denominators[term], f"in {len(rows)} samples from {task.describe(int(rows[0]))} on")
-    loss = session.weighted({term: losses[term] / (denominators[term] or 1.0) for term in losses})
-    return loss, {name: total / counts[name] for name, total in metrics.items() if counts[name]}
-
-
-def _inference(session: Session) -> BatchedInference:
-    """Makes the inference of the session's model, by the limits of its plan."""
-    plan, task = session.engine.run_plan, session.task
-    return BatchedInference(
-        batcher=session.engine.batcher,
-        model=session.model,
-        device=InferenceDevice(meter=session.meter, precision=session.precision),
-        costs_of=lambda rows: plan.evaluation_costs(task, rows),
-        limit=plan.evaluation_limit,
-        describe=task.describe,
-    )
-
-
-class _Scores:
-    """Scores samples for a judgement, the same ones only once."""
-
-    def __init__(self, session: Session, advance: Callable[[int], object]) -> None:
-        self._session, self._advance, self._inference = session, advance, _inference(session)
-        self._known: dict[tuple[str, bytes], NDArray[np.float64]] = {}
-
-    def __call__(self, rows: Rows, role: str = "") -> NDArray[np.float64]:
-        """Returns scores of the model, or of a reference model."""
-        key = role, rows.tobytes()
-        if key not in self._known:
-            task, references = self._session.task, self._session.reference_models
-            self._known[key] = references.score(role, rows) if role else self._inference.scores(task, rows)
-            self._advance(len(rows))
-        return self._known[key]
-
-    def parts(self, rows: Rows) -> list[Any]:
-        """Returns the task's results for each part of some samples."""
-        task: Any = self._session.task
-        found = self._inference.parts(task.outcome, rows)
-        self._advance(len(rows))
-        return found
-
-
-def _result(session: Session) -> dict[str, Any]:
-    """Judges the best weights; returns the content of `result.json`."""
-    # Judging needs neither optimizer state nor gradients.
-    for engine in session.engines:
-        engine.optimization.optimizer.state.clear()
-        engine.optimization.optimizer.zero_grad(set_to_none=True)
-    ooms_rescued = session.ooms_rescued
-    if session.shards is not None:
-        join_for_judgement(session)
-    session.meter.release()
-    if session.compiled is not None:
-        # As `evaluate` computes scores: the compiler's round-off would make others.
-        session.compiled.stop()
-    chosen = choose(session.bests)
-    judgement, predictions = _judged(session, chosen)
-    beside = {kind: _judged(session, kind)[0] for kind in session.bests if kind != chosen}
-    session.model.load_state_dict(session.best)
-    try:
-        write_predictions(session.folder.predictions_path, predictions)
-    except StateError as error:
-        session.reporter.notice(f"The run's report will have no curves. {error}")
-    progress, monitor, best = session.progress, session.monitor, session.bests[chosen]
-    return {
-        "run_id": session.folder.run_id,
-        "key": session.run.key,
-        "status": "finished",
-        "epochs": progress.epochs_begun,
-        "steps": progress.step,
-        # Also in a process that only judges.
-        "time_is_up": progress.epoch < session.training.epochs and (session.is_time_up or session.is_late),
-        "best_epoch": best.epoch,
-        "best_validation_loss": best.loss,
-        "best_by": session.criterion.name,
-        "best_value": session.criterion.figure(best),
-        "weights": chosen,
-        "keep": session.training.keep,
-        "parameters": sum(parameter.numel() for parameter in session.model.parameters() if parameter.requires_grad),
-        "device": session.meter.key,
-        "plan": session.own_plan.to_plain(),
-        "reference_models": [asdict(plan) for plan in session.reference_models.plans],
-        "ooms_rescued": ooms_rescued + session.ooms_elsewhere,
-        "micro_batch_size": max(engine.largest_micro_batch for engine in session.engines) or None,
-        "predicted_peak_bytes": session.fullest.run_plan.predicted_peak_bytes,
-        "peak_memory_bytes": monitor.peak_bytes or None,
-        "peak_memory_pct": monitor.peak_share,
-        "gpu_utilisation": monitor.utilisation,
-        "judgement": judgement,
-        # As text, since who lists the run later does not import its task.
-        "summary_tables": [_plain_table(table) for table in session.task.summary_tables(judgement)],
-        "tables": [_plain_table(table) for table in session.task.tables(judgement)],
-        "beside": {
-            kind: {
-                "best_epoch": session.bests[kind].epoch,
-                "best_validation_loss": session.bests[kind].loss,
-                "judgement": judged,
-            }
-            for kind, judged in beside.items()
-        },
-    }
-
-
-def _judged(session: Session, kind: str) -> tuple[Mapping[str, Any], Mapping[str, Predictions]]:
-    """Judges the best weights of a kind; returns the judgement and the predictions of single samples."""
-    session.model.load_state_dict(session.bests[kind].weights)
-    session.model.eval()
-    title = "judging" if len(session.bests) == 1 else f"judging the {kind} weights"
-    with session.reporter.stage(title, unit="samples") as stage:
-        score = _Scores(session, stage.advance)
-        judgement = session.task.judge(score)
-        return judgement, session.task.predictions(judgement, score)
-
-
-def _plain_table(table: TextTable) -> dict[str, Any]:
-    return {"title": table.title, "columns": table.columns, "rows": table.rows, "notes": table.notes}
-
-
 def _outcome(task: BatchTask, folder: RunFolder, result: Mapping[str, Any]) -> Outcome:
     counts = ((result["epochs"], "epoch"), (result["steps"], "step"), (result["parameters"], "parameter"))
     done = ", ".join(counted(count, noun) for count, noun in counts)
@@ -1134,130 +821,3 @@ def _outcome(task: BatchTask, folder: RunFolder, result: Mapping[str, Any]) -> O
         for every, of_kind in ((summary_tables, task.summary_tables), (tables, task.tables)):
             every += [replace(table, title=f"{table.title}, {kind} weights") for table in of_kind(other["judgement"])]
     return Outcome(folder=folder, summary_tables=summary_tables, tables=tables, summary=f"{done}, {best_text(result)}")
-
-
-@contextmanager
-def recording_observation(session: Session, *, may_go_on: bool = False) -> Iterator[None]:
-    """Records the block as an attempt, for later runs to learn from: that it began, how it ended and how much memory it
-    took. An out-of-memory leaves the block as `DoesNotFitError`.
-
-    Args:
-        session: The session of the attempt.
-        may_go_on: Whether the caller records the end (`Session.record_end`) of an attempt that may go on as shards.
-    """
-    store = store_of(session.run)
-    # The batcher of a resumed run also counts earlier attempts'.
-    ooms_before = session.ooms_rescued
-    begun, started = _record_begin(session, store)
-    outcome: AttemptOutcome = "error"
-    try:
-        with fatal_out_of_memory(lambda _: _fatal_in_step(session)):
-            yield
-        outcome = "rescued" if session.ooms_rescued > ooms_before else "ok"
-    except BaseException as error:
-        outcome = _outcome_of_attempt(error)
-        if isinstance(error, CanTrainError):
-            error.exit_code = RUN_FAILED
-        # A full disk, a file system that has gone: a job and the log need the remedy, too.
-        if isinstance(error, OSError):
-            error.filename = error.filename or str(session.folder.path)
-            if (told := from_os_error(error)) is not None:
-                told.exit_code = RUN_FAILED
-                told.remedy += f"; the run goes on with can-train resume {session.folder.run_id}"
-                raise told from error
-        raise
-    finally:
-        # The rest of the record is for the report alone: the error, if there is one, says more.
-        with suppress(OSError):
-            session.steps.flush()
-        if session.training.use_adaptive_batch_size_factor:
-            ooms = session.ooms_rescued - ooms_before
-            observation = _observation(session, begun, outcome, ooms)
-            session.record_end = partial(_record_end, store, observation, started, session.reporter.notice)
-            if not (may_go_on and session.may_go_on_as_shards):
-                session.record_end(outcome)
-
-
-def _outcome_of_attempt(error: BaseException) -> AttemptOutcome:
-    return "interrupted" if isinstance(error, RankFailedError) else outcome_of(error)
-
-
-def _record_end(
-    store: FactorStore,
-    observation: Observation,
-    started: Path | None,
-    notice: Callable[[str], object],
-    outcome: AttemptOutcome,
-) -> None:
-    is_written = write_observation(
-        store, lambda end_time: replace(observation, outcome=outcome, end_time=end_time), notice
-    )
-    # The observation says the same: else half of the files that are listed for years would say nothing.
-    if is_written and started is not None:
-        started.unlink(missing_ok=True)
-
-
-def _record_begin(session: Session, store: FactorStore) -> tuple[AttemptRecord, Path | None]:
-    """Records that an attempt has begun; returns it with the record's file, or None where it was not written."""
-    attempt = session.ranks.on_rank0(lambda: session.folder.attempts.current)
-    begun = AttemptRecord(run_id=session.folder.run_id, attempt=attempt, rank=session.ranks.rank, key=session.run.key,
-                          device=device_of(session.meter), start_time=next_time(store.state))  # fmt: skip
-    if session.training.use_adaptive_batch_size_factor:
-        try:
-            return begun, write_record(store.state, Started(**vars(begun), host=this_host(), pid=os.getpid()))
-        except (StateError, ValueError) as error:
-            session.reporter.notice(f"This run teaches nothing. {error}")
-    return begun, None
-
-
-def _fatal_in_step(session: Session) -> DoesNotFitError:
-    largest = session.engine.run_plan.phase_plan.largest_micro_batch
-    return DoesNotFitError(
-        "Memory ran out where nothing could be undone (an optimizer step, or code outside the micro-batches)",
-        value=f"step {session.progress.step}, micro-batches of up to {largest} samples",
-        remedy=f"The run goes on from its last checkpoint: can-train resume {session.folder.run_id}",
-        details=OutOfMemoryDetails(should_fit=True),
-    )
-
-
-def _observation(session: Session, begun: AttemptRecord, outcome: AttemptOutcome, ooms: int) -> Observation:
-    """Returns what the attempt teaches, without its end time."""
-    run, fullest = session.run, session.fullest
-    planned = PlannedMemory.of_plan(fullest.run_plan, _found_limits(session))
-    engines = [fullest, *(engine for engine in session.engines if engine is not fullest)]
-    return make_observation(begun, engines, planned, outcome, ooms, end_time=begun.start_time, size=run.size,
-                            fingerprint=memory_fingerprint(run), times=_times(session),
-                            policy={"name": run.factor.policy, "options": policy_options(run)})  # fmt: skip
-
-
-def _times(session: Session) -> dict[str, list[TimedSize]]:
-    """Returns the times of micro-batches by the names of the phases; none where no other size was tried."""
-    times = {engine.phase.name: engine.timer.sizes() for engine in session.engines}
-    return {name: sizes for name, sizes in times.items() if sizes}
-
-
-def _found_limits(session: Session) -> dict[str, RememberedLimits]:
-    """Returns the limits of all phases, for a later plan to confirm; none where any search was cut short."""
-    # A search runs while the data are on the host.
-    plans = session.own_plan.without_data("a later search runs without them").phases
-    phases = [phase for plan in plans if plan.limits for phase in (plan.limits.training, plan.limits.evaluation)]
-    if session.is_thawed or not all(phase.trials and not phase.untried for phase in phases):
-        return {}
-    return {plan.phase: _remembered(plan, plan.limits, engine.batcher)
-            for plan, engine in zip(plans, session.engines, strict=True) if plan.limits}  # fmt: skip
-
-
-def _remembered(plan: RunPlan, limits: DeviceLimits, batcher: MicroBatcher) -> RememberedLimits:
-    """Returns the limits of a phase, and the rung that a later run begins on, which is the rung in force at the end."""
-
-    def known(phase: SearchResult) -> RememberedLimit:
-        return RememberedLimit(tuned_limit=phase.tuned_limit, capped=phase.capped, base_bytes=phase.model.base_bytes,
-                          measured_ratio=phase.measured_ratio)  # fmt: skip
-
-    rung, first = batcher.ladder.rung, plan.other_rung
-    if first is not None and rung == plan.rung and rung.goes_further(first.rung):
-        # The rung was chosen for its time: a later run compares it anew with the first one that fits.
-        limits, rung = first.limits, first.rung
-        return RememberedLimits(training=known(limits.training), evaluation=known(limits.evaluation), **asdict(rung))
-    return RememberedLimits(training=known(limits.training), evaluation=known(limits.evaluation),
-                            climbed=rung != plan.rung, **asdict(rung))  # fmt: skip
