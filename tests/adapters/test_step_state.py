@@ -103,3 +103,55 @@ def test_gradients_aside_are_added_as_autograd_adds() -> None:
             loss.backward()
         gradients.append([parameter.grad for parameter in network.layer.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))  # type: ignore[arg-type]
+
+
+def test_parameters_and_the_state_of_optimizers_are_put_back_from_their_copies() -> None:
+    network = Network()
+    state, weight = StepState(network, torch.device("cpu")), network.layer.weight
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.1)
+    for _ in range(2):
+        network.layer(torch.ones(2, 3)).sum().backward()
+        state.read()
+        state.copy_parameters([optimizer])
+        kept, entries = (
+            weight.detach().clone(),
+            {name: value.clone() for name, value in optimizer.state[weight].items()},
+        )
+        assert not state.parameters_changed()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.5
+        assert state.parameters_changed()
+        assert state.restore() == ""
+        assert torch.equal(weight, kept)
+        assert {name: value.tolist() for name, value in optimizer.state[weight].items()} == {
+            name: value.tolist() for name, value in entries.items()
+        }
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        optimizer.step()
+
+
+def test_changes_that_pytorch_does_not_count_are_seen_with_copies() -> None:
+    network = Network()
+    state, weight = StepState(network, torch.device("cpu")), network.layer.weight
+    state.read()
+    weight.data.mul_(2)
+    assert not state.parameters_changed()
+    state.read()
+    state.copy_parameters()
+    kept = weight.detach().clone()
+    weight.data.mul_(2)
+    assert state.parameters_changed()
+    state.restore()
+    weight.data = weight.data * 2
+    assert state.parameters_changed()
+    state.restore()
+    assert torch.equal(weight, kept)
+
+
+def test_parameters_that_are_no_numbers_have_not_changed() -> None:
+    network = Network()
+    state = StepState(network, torch.device("cpu"))
+    network.layer.weight.data[0, 0] = torch.nan
+    state.read()
+    state.copy_parameters()
+    assert not state.parameters_changed()

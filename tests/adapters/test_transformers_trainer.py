@@ -102,6 +102,32 @@ def test_a_mean_over_something_else_is_not_split_and_told_once_with_what_makes_i
     assert torch.equal(weights(plain), weights(whole))
 
 
+class Teaching(Tagger):
+    """A tagger that a teacher follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(WIDTH, WORDS).double().requires_grad_(False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
+        for old, new in zip(self.teacher.parameters(), self.layers[2].parameters(), strict=True):
+            old.data.lerp_(new.data, 0.1)
+        found = super().forward(input_ids, labels, **options)
+        return {
+            **found,
+            "loss": found["loss"] + (found["logits"] - self.teacher(self.words(input_ids))).square().mean(),
+        }
+
+
+def test_a_model_whose_step_moves_a_teacher_is_not_split(transformers: ModuleType, tmp_path: Path) -> None:
+    plain, whole = Teaching(), Teaching()
+    trainer_of(transformers, tmp_path, plain).train()
+    with pytest.warns(UserWarning, match="Batches are not split: its step changes parameters by itself") as caught:
+        trainer_of(transformers, tmp_path, whole, LoopSettings(limits=3, learn=False)).train()
+    assert len(caught) == 1
+    assert torch.equal(weights(plain), weights(whole))
+
+
 class Normalised(Tagger):
     """One whose samples depend on each other."""
 

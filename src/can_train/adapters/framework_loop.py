@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from can_train.adapters.part_values import Kinds, Part, SplitRefusedError
-from can_train.adapters.step_state import PartStates, StepState, versions_of
+from can_train.adapters.step_state import CHANGED, PartStates, StepState, versions_of
 from can_train.config.resolved import state_folder
 from can_train.config.settings import CHOICES, FactorSettings, check_choice
 from can_train.errors import (
@@ -92,6 +92,11 @@ _SAME_LIMIT: Final = 0.02  # Relative difference of limits that are not worth a 
 _UNLIMITED: Final = "limits that are not kept"  # Told once
 LESS: Final = "take an optimizer that keeps less state, a smaller model, or a larger device"
 _SMALLER: Final = "Take a smaller batch, or recompute activations in the backward pass (torch.utils.checkpoint)"
+# Sentence on parameters that a step changes by itself, such as a moving teacher's.
+_MOVES: Final = (
+    "Change them once a batch, outside of the step (on_train_batch_end in Lightning, on_step_end of a callback in "
+    f"transformers). Or {_SMALLER[0].lower()}{_SMALLER[1:]}"
+)
 _OWN_FUNCTIONS: Final = (
     "Give LoopSettings(select=..., counts=...): select(batch, rows) takes samples out of a batch, and counts(batch) "
     f"counts them. Or {_SMALLER[0].lower()}{_SMALLER[1:]}"
@@ -375,11 +380,19 @@ class FrameworkLoop:
         earlier = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         for parameter, _ in earlier:
             parameter.grad = None
+        is_cut = len(engine.batcher.sizes(costs)) > 1
+        is_looked_at = is_cut and self._is_looked_at("")
+        if is_looked_at:
+            with self.meter.host():
+                # In manual optimization the optimizers step before all is compared.
+                self.state.copy_parameters(self.optimizers if self.clears else ())
         try:
             result = engine.batcher.run_share(parts, costs, denominators={LOSS: 1.0}, scale=scale)
             starts = np.cumsum([0, *result.micro_batches[:-1]]).tolist()
             self._end_reading()
-            if len(result.micro_batches) > 1 and self._is_looked_at(""):
+            if len(result.micro_batches) > 1 and not is_cut:
+                is_looked_at = self._is_looked_at("")
+            if is_looked_at and self.compares:
                 self._compare(parts, result.micro_batches)
         except BaseException:
             for parameter, gradient in earlier:
@@ -397,6 +410,22 @@ class FrameworkLoop:
         # On the device: reading it would make the host wait for it.
         loss = torch.stack([parts.losses[start] for start in starts]).sum() / whole
         return loss, weights
+
+    def check_parameters(self, part: Part) -> None:
+        """Looks whether the first part of a batch has changed parameters by itself, as steps do that move a teacher:
+        every part would change them.
+
+        Raises:
+            SplitRefusedError: It has, and the change can be undone. If not, later batches are not split.
+        """
+        if part.start or part.is_last or part.is_trial:
+            return
+        with self.meter.host():
+            if not self.state.parameters_changed():
+                return
+        if self.state.has_copies:
+            raise self.refuse("its step changes parameters by itself", _MOVES)
+        self.refuse("its step has changed parameters by itself, in every part of this batch", _MOVES)
 
     def share_of(self, part: Part, items: float | None) -> float:
         """Returns the factor of a part's loss, which is a mean over `items` (None: over its samples), in the batch."""
@@ -688,6 +717,11 @@ class FrameworkLoop:
         if not is_known and not self.refused:
             because, is_own = self._uncounted, self.samples_of is None and self.settings.counts is not sample_counts
             remedy = f"Mend the counts of LoopSettings. {_SMALLER}" if is_own else _OWN_FUNCTIONS
+        if not_undone == CHANGED:
+            remedy = _MOVES
+        if not message:
+            return DoesNotFitError(f"A batch that was split cannot be computed again: {not_undone}",
+                                   value=f"it is not split: {because}", remedy=remedy or _SMALLER)  # fmt: skip
         rule = f"Memory ran out for a batch that is not split: {because}"
         if not_undone:
             rule = f"Memory ran out in a step that cannot be undone: {not_undone}"
@@ -746,7 +780,7 @@ class FrameworkLoop:
         ignored) may be a mean over all in the first, and a total begin with 0.
         """
         self._split_batches[stage] += 1
-        return (self.compares or bool(stage)) and self._split_batches[stage].bit_count() == 1
+        return self._split_batches[stage].bit_count() == 1
 
     def _compare(self, parts: _Parts, micro_batches: tuple[int, ...]) -> None:
         """Compares the batch with its parts: the whole batch where memory never ran out, else the largest part, cut in
@@ -1039,6 +1073,8 @@ class _Parts:
             loop.begin_reading(self.costs.cost(start, stop))
         part = self.part(start, stop)
         loss, items = self._computed(part)
+        if loop.compares:
+            loop.check_parameters(part)
         share = loop.share_of(part, items)
         # A whole batch's loss stays as it is: its gradient is, bit by bit, the gradient without this class.
         weighted = loss if share == 1.0 else loss * share

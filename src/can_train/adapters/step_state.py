@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache, wraps
 from itertools import islice, pairwise
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from can_train.adapters.part_values import ATTRIBUTE, Combination, Kinds, Place, is_change, whole_and_parts
@@ -42,6 +44,7 @@ _WALKED: Final = 16  # Entries of the longest container whose entries are looked
 _CONSTANTS: Final = frozenset({NoneType, bool, int, float, str, torch.device, torch.dtype, FunctionType, MethodType})
 _LISTED_READS: Final = 50  # Reads after which the modules are listed again
 _MISSING: Final = object()  # In place of an attribute that is not there
+CHANGED: Final = "it has changed the parameters"  # Clause of a step that cannot be undone
 _LOGGED: Final = "_ResultMetric"  # Lightning's class of a logged value, which changes no tensor in place
 _NUMERIC: Final = "iuf"  # Kinds of NumPy's formats that are numbers
 _DEPTH: Final = 3  # Levels of containers in containers, and of the user's objects in objects
@@ -80,6 +83,8 @@ class StepState:
         self._owners: list[Any] = []  # Of the attributes
         self._is_before_backward = False  # Whether the step has run no backward pass yet
         self._parameters: list[nn.Parameter] = []
+        self._parameter_copies: list[Tensor | None] = []  # On the host; empty: there are none
+        self._optimizers: list[_OptimizerState] = []
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -97,11 +102,41 @@ class StepState:
         # Lazy layers that the step makes stay: they have no version before.
         versions = [-1] * len(self._parameters) if self._has_lazy else versions_of(self._parameters)
         self._parameter_versions = versions
+        self.forget_copies()
         self._flags = [parameter.requires_grad for parameter in self._parameters]
         self.read_gradients()
         self._is_before_backward = True
         self._next_hook = RemovableHandle.next_id
         self.read_attributes()
+
+    def copy_parameters(self, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Copies the parameters, and the state of optimizers, to the host: `restore` puts them back then."""
+        self._parameter_copies = [_host_copy(parameter) for parameter in self._parameters]
+        self._optimizers = [_OptimizerState(optimizer) for optimizer in optimizers]
+
+    def forget_copies(self) -> None:
+        """Frees the copies of the parameters."""
+        self._parameter_copies, self._optimizers = [], []
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether `restore` puts changed parameters back."""
+        return bool(self._parameter_copies)
+
+    def parameters_changed(self) -> bool:
+        """Tells whether parameters have changed since the state was read. Changes through `parameter.data`, which
+        PyTorch does not count, are seen where the parameters were copied.
+        """
+        if self._parameter_copies:
+            pairs = zip(self._parameters, self._parameter_copies, strict=True)
+            return any(copied is not None and not _are_same(parameter, copied) for parameter, copied in pairs)
+        return self._counts_changes()
+
+    def _counts_changes(self) -> bool:
+        """Tells whether PyTorch has counted changes of parameters."""
+        versions = zip(self._parameter_versions, versions_of(self._parameters), strict=True)
+        # Lazy layers that the step has made stay: they have no version before.
+        return any(earlier >= 0 and earlier != version for earlier, version in versions)
 
     def read_gradients(self) -> None:
         """Reads the gradients as they are now."""
@@ -147,11 +182,19 @@ class StepState:
             parameter.grad = gradient
         # The step may have made or replaced modules.
         self._modules = []
-        versions = zip(self._parameter_versions, versions_of(self._parameters), strict=True)
-        # Lazy layers that the step has made stay: they have no version before.
-        if any(earlier >= 0 and earlier != version for earlier, version in versions):
-            return "it has changed the parameters"
+        if self._parameter_copies:
+            self._put_parameters_back()
+        elif self._counts_changes():
+            return CHANGED
         return "it has added to gradients of earlier batches" if is_changed else ""
+
+    def _put_parameters_back(self) -> None:
+        with torch.no_grad():
+            for parameter, copied in zip(self._parameters, self._parameter_copies, strict=True):
+                if copied is not None and not _are_same(parameter, copied):
+                    parameter.copy_(copied)
+        for state in self._optimizers:
+            state.restore()
 
     def restore_attributes(self, *, metrics: bool = False) -> None:
         """Restores the attributes alone, and of metrics where that is asked for: each part of a batch begins with the
@@ -448,6 +491,32 @@ class Attributes:
                 tensor.detach().copy_(values)
 
 
+class _OptimizerState:
+    """The state of an optimizer and the settings of its groups, with copies on the host."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._entries = [
+            (parameter, {name: (value, _host_copy(value) if isinstance(value, Tensor) else deepcopy(value))
+                         for name, value in state.items()})
+            for parameter, state in optimizer.state.items()
+        ]  # fmt: skip
+        self._groups = [{name: deepcopy(value) for name, value in group.items() if name != "params"}
+                        for group in optimizer.param_groups]  # fmt: skip
+
+    def restore(self) -> None:
+        """Restores them."""
+        self._optimizer.state.clear()
+        for parameter, entries in self._entries:
+            state = self._optimizer.state[parameter] = {}
+            for name, (value, copied) in entries.items():
+                if isinstance(value, Tensor) and copied is not None:
+                    value.copy_(copied)
+                state[name] = value if isinstance(value, Tensor) else copied
+        for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(settings)
+
+
 def _kept_of(owner: Any, values: Mapping[str, Any]) -> frozenset[str]:
     """Returns the names of attributes that do not belong to the state of an object."""
     kept = _METRIC_PARTS if "_reductions" in values else _MODULE_PARTS
@@ -628,6 +697,21 @@ def _is_uncounted(tensor: Tensor) -> bool:
     statistics so. Inference tensors count no change.
     """
     return tensor.is_inference() or (tensor.is_floating_point() and tensor.numel() <= _COPIED_NUMBERS)
+
+
+def _host_copy(tensor: Tensor) -> Tensor | None:
+    """Copies a tensor to the host; None where its class has no such copy."""
+    with suppress(RuntimeError, NotImplementedError):
+        return None if is_lazy(tensor) else tensor.detach().to("cpu", copy=True)
+    return None
+
+
+def _are_same(tensor: Tensor, copied: Tensor) -> bool:
+    """Tells whether a tensor has the numbers of its copy; where they cannot be compared, it is taken to have them."""
+    with suppress(RuntimeError, NotImplementedError):
+        numbers = tensor.detach().to("cpu")
+        return torch.equal(numbers, copied) or bool(((numbers == copied) | (numbers.isnan() & copied.isnan())).all())
+    return True
 
 
 def _copied(tensor: Tensor) -> Tensor:

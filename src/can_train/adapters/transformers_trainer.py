@@ -149,7 +149,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
             self.optimizer.train()
         loop.refused, loop.remedy = kind.refused, self._remedy(trains=True)
         in_parts = _TrainingParts(self, kind, batch, run, is_sum=num_items_in_batch is not None)
-        with self._remedied_samples(trains=True):
+        with self._remedied_samples(kind, trains=True):
             loss = loop.step(batch, lambda: self._whole(run, inputs), lambda: in_parts.compute(is_parallel=is_parallel))
         if is_parallel and self.accelerator.sync_gradients:
             # As DistributedDataParallel averages them, once a batch.
@@ -175,7 +175,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         loop, kind = self._loop(), self._kind(inputs, trains=False)
         loop.refused, loop.remedy = kind.refused, self._remedy(trains=False)
         in_parts = _EvaluationParts(self, kind, inputs, run)
-        with self._remedied_samples(trains=False):
+        with self._remedied_samples(kind, trains=False):
             return loop.step(inputs, lambda: self._whole_evaluation(run, inputs), in_parts.compute, trains=False)
 
     # The whole step
@@ -249,13 +249,17 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
     # Errors
 
     @contextmanager
-    def _remedied_samples(self, *, trains: bool) -> Iterator[None]:
-        """Adds remedies of the Trainer to the error of a single sample that does not fit."""
+    def _remedied_samples(self, kind: _BatchKind, *, trains: bool) -> Iterator[None]:
+        """Adds remedies of the Trainer to the error of a single sample that does not fit. Batches of a kind that the
+        loop refuses to split stay whole.
+        """
         try:
             yield
         except PartDoesNotFitError as error:
             error.remedy = remedy_of_sample(self, error.remedy, trains=trains)
             raise
+        finally:
+            kind.refused = self._loop().refused
 
     def _training_error(self, error: BaseException) -> DoesNotFitError:
         rule = f"Memory ran out for a batch that is not split: {self._whole_only()}"
@@ -510,6 +514,8 @@ class _TrainingParts(_Parts):
             loss: Tensor = self.run(part.batch)
             if part.is_whole:
                 return loss, None
+            # Before the passes of a comparison change them, too.
+            self.loop.check_parameters(part)
             weight = self.weight(part, largest=part.stop - part.start)
         scale_gradients(self.loop.model, weight)
         # The mean of no labels is not a number.
