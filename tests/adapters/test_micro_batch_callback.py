@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from can_train import CanTrainError, LoopSettings, MicroBatchCallback, get_safety_factor_db, simulated_gpu
+from can_train import LoopSettings, MicroBatchCallback, get_safety_factor_db, simulated_gpu
 from can_train.errors import DoesNotFitError
 from fakes.lightning_warnings import QUIET_LIGHTNING
 
@@ -331,22 +331,109 @@ def test_batches_are_freed_without_a_collection_of_garbage(lightning: ModuleType
     assert max(alive) == 1, "the last batch, until the next step begins"
 
 
-def test_a_step_with_two_backward_passes_must_fit(lightning: ModuleType, tmp_path: Path) -> None:
-    class Twice(type(network(lightning))):  # type: ignore[misc]
-        automatic_optimization = False
+def of_two_passes(lightning: Any, *, schedules: bool = False, perturbs: bool = False) -> Any:
+    """A module whose step calls `manual_backward` twice; as SAM does, where it perturbs."""
 
+    class Twice(type(by_hand(lightning))):  # type: ignore[misc]
         def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            for _ in range(2):
-                self.optimizers().zero_grad()
+            optimizer = self.optimizers()
+            for number in range(2):
+                optimizer.zero_grad()
                 self.manual_backward(F.cross_entropy(self.layers(batch[0]), batch[1]))
-                self.optimizers().step()
+                moves = [parameter.grad.clone() for parameter in self.parameters()] if perturbs else ()
+                with torch.no_grad():
+                    for parameter, move in zip(self.parameters(), moves, strict=False):
+                        parameter.add_(move, alpha=0.1 if number == 0 else -0.1)
+                if number or not perturbs:
+                    optimizer.step()
+            if schedules:
+                self.lr_schedulers().step()
 
-    plain, whole, cut = Twice(), Twice(), Twice()
-    fit(lightning, tmp_path, plain)
+    return Twice()
+
+
+@pytest.mark.parametrize("options", [{}, {"schedules": True}, {"perturbs": True}], ids=["plain", "schedule", "SAM"])
+def test_a_step_with_two_backward_passes_is_not_split(
+    lightning: ModuleType, tmp_path: Path, options: dict[str, bool]
+) -> None:
+    plain, whole, cut = (of_two_passes(lightning, **options) for _ in range(3))
+    before = fit(lightning, tmp_path, plain)
     fit(lightning, tmp_path, whole, MicroBatchCallback(LoopSettings(limits=13)))
     assert torch.equal(weights(whole), weights(plain))
-    with pytest.raises(CanTrainError, match="calls manual_backward more than once, and its batch does not fit"):
+    with pytest.warns(UserWarning, match="Batches are not split: its training_step calls manual_backward more") as told:
+        after = fit(lightning, tmp_path, cut, MicroBatchCallback(LoopSettings(limits=5)))
+    assert len([one for one in told if "not split" in str(one.message)]) == 1
+    assert torch.equal(weights(cut), weights(plain))
+    assert after.global_step == before.global_step
+    assert cut.optimizers().param_groups[0]["lr"] == plain.optimizers().param_groups[0]["lr"]
+
+
+def test_a_manual_step_that_compares_samples_is_undone_and_not_split(lightning: ModuleType, tmp_path: Path) -> None:
+    def contrastive() -> Any:
+        class Contrastive(type(by_hand(lightning))):  # type: ignore[misc]
+            def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+                z = self.layers(batch[0])
+                self.optimizers().zero_grad()
+                self.manual_backward(F.cross_entropy(z @ z.T, torch.arange(len(z))))
+                self.optimizers().step()
+                self.lr_schedulers().step()
+
+        return Contrastive()
+
+    plain, cut = contrastive(), contrastive()
+    fit(lightning, tmp_path, plain)
+    with pytest.warns(UserWarning, match="Batches are not split: cutting one changes its gradient by"):
         fit(lightning, tmp_path, cut, MicroBatchCallback(LoopSettings(limits=5)))
+    assert torch.equal(weights(cut), weights(plain))
+
+
+def move_in_place(old: Tensor, new: Tensor) -> None:
+    old.lerp_(new, 0.1)
+
+
+def move_data(old: Tensor, new: Tensor) -> None:
+    old.data.mul_(0.9).add_(new.data, alpha=0.1)
+
+
+def replace_data(old: Tensor, new: Tensor) -> None:
+    old.data = old.data * 0.9 + new.data * 0.1
+
+
+def teaching(lightning: Any, move: Any, first: int = 0) -> Any:
+    """A module whose step moves a teacher, from a batch on."""
+
+    class Teaching(type(network(lightning))):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher, self.moves = nn.Linear(6, 3).double().requires_grad_(False), 0
+            self.net = nn.Linear(6, 3).double()
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if batch_idx >= first:
+                with torch.no_grad():
+                    for old, new in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                        move(old, new)
+            out = self.net(batch[0])
+            loss: Tensor = F.cross_entropy(out, batch[1]) + F.mse_loss(out, self.teacher(batch[0]))
+            return loss
+
+    return Teaching()
+
+
+@pytest.mark.parametrize("move", [move_in_place, move_data, replace_data])
+def test_a_step_that_moves_a_teacher_is_not_split(lightning: ModuleType, tmp_path: Path, move: Any) -> None:
+    plain, cut = teaching(lightning, move), teaching(lightning, move)
+    fit(lightning, tmp_path, plain)
+    with pytest.warns(UserWarning, match="Batches are not split: its step changes parameters by itself") as told:
+        fit(lightning, tmp_path, cut, MicroBatchCallback(LoopSettings(limits=5)))
+    assert len([one for one in told if "not split" in str(one.message)]) == 1
+    assert torch.equal(weights(cut), weights(plain))
+
+
+def test_a_teacher_that_begins_to_move_later_is_told(lightning: ModuleType, tmp_path: Path) -> None:
+    module = teaching(lightning, move_in_place, first=2)
+    with pytest.warns(UserWarning, match="has changed parameters by itself, in every part of this batch"):
+        fit(lightning, tmp_path, module, MicroBatchCallback(LoopSettings(limits=5)), max_epochs=1)
 
 
 def test_metrics_count_a_sample_once_though_its_part_ran_out_of_memory(lightning: ModuleType, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from can_train.adapters.part_values import ROW, Combination, Kinds, Part, SplitRefusedError, whole_and_parts
 from can_train.adapters.step_state import replaced, replaced_method
-from can_train.errors import CanTrainError, DoesNotFitError
+from can_train.errors import DoesNotFitError
 from can_train.fit.rescue import add_to_gradients, fatal_out_of_memory
 
 if TYPE_CHECKING:
@@ -370,8 +370,7 @@ class _ManualBackward:
     def __call__(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
         self.calls += 1
         if self.calls > 1:
-            fact = "training_step calls manual_backward more than once, and its batch does not fit at once"
-            raise CanTrainError(fact, remedy=OWN_BATCHES)
+            raise self._loop.refuse("its training_step calls manual_backward more than once", OWN_BATCHES)
         if self._part.is_trial:
             self.loss = loss
             raise PartComputedError
@@ -410,6 +409,8 @@ def logged_by(trainer: Any, *, is_automatic: bool) -> Iterator[Any]:
         progress = loop.automatic_optimization.optim_progress.optimizer.zero_grad
     else:
         progress = loop.manual_optimization.optim_step_progress
+        # The step itself steps them.
+        yield from (config.scheduler for config in trainer.lr_scheduler_configs)
     yield from (progress.total, progress.current)
 
 
