@@ -14,7 +14,7 @@ from torch import nn
 from bench.harness import Benchmark, Table, seconds_of
 from bench.steps import engine_step, timed_pairs
 from can_train.config.compose import RunRequest, resolve
-from can_train.fit import random_state
+from can_train.fit import pass_state
 from can_train.fit.batch_dependence import UNKNOWN
 from can_train.fit.micro_batcher import Losses, MicroBatcher
 from can_train.fit.optimizer import make_optimizer
@@ -98,7 +98,7 @@ def tiny_parts() -> dict[str, float]:
         batcher.run(losses_of, len(x))
 
     def whole_snapshots() -> None:
-        with mock.patch.object(random_state, "_numpy_words", return_value=b""):
+        with mock.patch.object(pass_state, "_numpy_words", return_value=b""):
             engine()
 
     loops = {"bare": bare, "engine": engine, "engine, whole snapshots": whole_snapshots}

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from can_train.fit.micro_batcher import Losses, MicroBatcher
 from can_train.fit.packing import BatchCosts, SplitRules
-from can_train.fit.random_state import Snapshot
+from can_train.fit.pass_state import Snapshot
 from can_train.fit.rescue import RescueSettings, Undo
 from can_train.memory.meters import Meter, SimulatedMeter
 from can_train.memory.simulated.allocator import EXPANDABLE

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from can_train.errors import ConfigError, DoesNotFitError
-from can_train.fit import rungs
+from can_train.fit import repetitions
 from can_train.fit.micro_batcher import BatchResult, MicroBatcher
 from can_train.fit.random_state import seed_everything
+from can_train.fit.repetitions import Repetitions, is_not_repeatable
 from can_train.fit.rescue import QUIET_STEPS, Ladder
 from can_train.fit.rungs import (
     SPLIT_ALONE,
     ModuleCost,
-    Repetitions,
     Rung,
     candidates,
     computed_on,
@@ -91,21 +91,21 @@ def without_random_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return torch_checkpoint.checkpoint(*args, preserve_rng_state=False, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rungs, "checkpoint", forgetful)
+        patch.setattr(repetitions, "checkpoint", forgetful)
         yield
 
 
 @contextmanager
 def without_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(rungs._StateBefore, "contexts", lambda self: (nullcontext(), nullcontext()))
+        patch.setattr(repetitions.StateBefore, "contexts", lambda self: (nullcontext(), nullcontext()))
         yield
 
 
 @contextmanager
 def without_comparison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(rungs, "_compared", lambda left_out: nullcontext())
+        patch.setattr(repetitions, "_compared", lambda left_out: nullcontext())
         yield
 
 
@@ -466,34 +466,7 @@ def test_an_error_tells_of_values_that_differ_when_they_are_computed_again() -> 
     model = Blocks(Block(lambda: float(next(calls))))
     with pytest.raises(RuntimeError, match="Other values") as caught, computed_on(Rung(recompute=("blocks.0",)), model):
         model(torch.randn(4, 16)).square().sum().backward()
-    assert rungs.is_not_repeatable(caught.value)
-
-
-def test_repetitions_are_compared_in_passes_whose_number_is_a_power_of_two() -> None:
-    repetitions, rung, compared = Repetitions(), Rung(recompute=("a",)), []
-    for _ in range(9):
-        with repetitions.counted(rung):
-            compared.append(repetitions.is_compared)
-    assert [number for number, is_compared in enumerate(compared, start=1) if is_compared] == [1, 2, 4, 8]
-    with repetitions.counted(Rung(recompute=("b",))):
-        assert repetitions.is_compared
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
-@pytest.mark.parametrize("shape", [(), (300,), (30, 40), (5, 6, 7)])
-def test_sums_of_saved_tensors_tell_values_apart_but_not_the_order_of_adding(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    x = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
-
-    def is_near(other: Tensor) -> bool:
-        return all(map(rungs._Sums.is_near, rungs._sums_of(x), rungs._sums_of(other)))
-
-    assert is_near(x.clone())
-    rounded = torch.finfo(dtype).eps * torch.rand(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert is_near(x * (1 + rounded))
-    assert not is_near(x * 1.1)
-    assert not x.dim() or not is_near(x.flip(0))
+    assert is_not_repeatable(caught.value)
 
 
 def test_the_last_result_of_a_module_is_freed_once_a_pass_replaces_it() -> None:

@@ -63,8 +63,8 @@ from can_train.fit.micro_batcher import (
 from can_train.fit.observed_peaks import ObservedPeaks
 from can_train.fit.optimizer_memory import expected_memory
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of, cut
+from can_train.fit.pass_state import Snapshot
 from can_train.fit.peak_prediction import PeakPrediction
-from can_train.fit.random_state import Snapshot
 from can_train.fit.rescue import OptimizerReserve, add_to_gradients
 from can_train.fit.rungs import Rung
 from can_train.fit.search import SizeSearch

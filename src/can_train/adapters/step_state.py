@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from can_train.adapters.part_values import ATTRIBUTE, Combination, Kinds, Place, is_change, whole_and_parts
 from can_train.fit.collate import leaves
-from can_train.fit.random_state import Generators, written_back
+from can_train.fit.pass_state import Generators, written_back
 from can_train.fit.rescue import add_to_gradients
 
 # Parts of a module that are restored by other means than its attributes, or that no step changes.

@@ -50,7 +50,7 @@ from can_train.factors.observing import outcome_of
 from can_train.fit.batch_dependence import BatchDependence
 from can_train.fit.collate import leaves, select_samples
 from can_train.fit.packing import counts_of
-from can_train.fit.random_state import Generators
+from can_train.fit.pass_state import Generators
 from can_train.fit.rescue import PartDoesNotFitError, fatal_out_of_memory
 from can_train.memory.out_of_memory import CatchOutOfMemory, headline
 from can_train.training.distributed import add_gradients

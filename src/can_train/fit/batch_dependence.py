@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from can_train.errors import DataError
-from can_train.fit.random_state import Generators, Snapshot, leaves_of
+from can_train.fit.pass_state import Generators, Snapshot, leaves_of
 from can_train.memory.cuda_operators import composite, register
 
 if TYPE_CHECKING:

@@ -35,10 +35,12 @@ from can_train.fit.cost_model import (
 from can_train.fit.optimizer import make_optimizer, only_trained
 from can_train.fit.optimizer_memory import OptimizerMemory, measure_optimizer
 from can_train.fit.packing import BatchCosts, batch_totals
+from can_train.fit.pass_state import PythonState, Snapshot, modules_of
 from can_train.fit.precision import Precision
-from can_train.fit.random_state import PythonState, Snapshot, modules_of, step_generator
+from can_train.fit.random_state import step_generator
+from can_train.fit.repetitions import Repetitions
 from can_train.fit.rescue import allocate_ballast
-from can_train.fit.rungs import SPLIT_ALONE, ModuleCost, Repetitions, Rung, computed_on, measure_modules, rung_of
+from can_train.fit.rungs import SPLIT_ALONE, ModuleCost, Rung, computed_on, measure_modules, rung_of
 from can_train.fit.search import (
     SEARCH_SECONDS,
     SEARCH_SHARE,

@@ -29,11 +29,12 @@ from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, meas
 from can_train.fit.cost_model import DeviceLimits
 from can_train.fit.offloaded_state import OffloadedState, keep_states, refusal_of
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of
+from can_train.fit.pass_state import leaves_of, parameters_of
 from can_train.fit.peak_prediction import PeakPrediction
 from can_train.fit.precision import HalfGradients
-from can_train.fit.random_state import leaves_of, parameters_of
+from can_train.fit.repetitions import NOT_REPEATABLE, Repetitions, is_not_repeatable
 from can_train.fit.rescue import Backoff, Ladder, RepeatedError, Rescue, RescueSettings, Try, Undo
-from can_train.fit.rungs import NOT_REPEATABLE, Repetitions, Rung, computed_on, is_not_repeatable, rungs_of
+from can_train.fit.rungs import Rung, computed_on, rungs_of
 from can_train.fit.search import SizeSearch
 from can_train.memory.catalogue import predicted_room
 from can_train.memory.meters import Meter, meter_of, tensors_of

@@ -24,6 +24,7 @@ from can_train.fit.optimizer import make_optimizer, phase_parameters, phase_trai
 from can_train.fit.packing import ROUNDING, BatchCosts, SplitRules
 from can_train.fit.plan import PhasePlan, PlanRequest, resolve_plan, search_upper, size_candidates, spare_room
 from can_train.fit.random_state import capture_generators, restore_generators
+from can_train.fit.repetitions import NOT_REPEATABLE, is_not_repeatable
 from can_train.fit.rescue import Ladder, without_recomputation
 from can_train.fit.run_plan import (
     DataPlacement,
@@ -35,15 +36,7 @@ from can_train.fit.run_plan import (
     price,
     too_large_notices,
 )
-from can_train.fit.rungs import (
-    NOT_REPEATABLE,
-    ModuleCost,
-    Rung,
-    is_not_repeatable,
-    kept_modules,
-    rung_of,
-    rungs_of,
-)
+from can_train.fit.rungs import ModuleCost, Rung, kept_modules, rung_of, rungs_of
 from can_train.fit.search import NO_RECORDING, SEARCH_SECONDS, SEARCH_SHARE, RecordedPhase, Recording
 from can_train.fit.step_time import (
     MicroBatchChoice,

@@ -53,6 +53,7 @@ from can_train.fit.optimizer import (
 )
 from can_train.fit.optimizer_memory import LowBitOptimizer, measure_optimizer
 from can_train.fit.packing import ROUNDING, BatchCosts, batch_totals, counts_of, growing_totals
+from can_train.fit.pass_state import leaves_of
 from can_train.fit.peak_prediction import (
     MemoryTerm,
     PeakPrediction,
@@ -65,9 +66,10 @@ from can_train.fit.peak_prediction import (
     with_unmeasured,
 )
 from can_train.fit.precision import Precision, convert, use_channels_last
-from can_train.fit.random_state import leaves_of, step_generator
+from can_train.fit.random_state import step_generator
 from can_train.fit.recorded_limits import on_generations, read_sizes
-from can_train.fit.rungs import SPLIT_ALONE, Repetitions, Rung, computed_on
+from can_train.fit.repetitions import Repetitions
+from can_train.fit.rungs import SPLIT_ALONE, Rung, computed_on
 from can_train.io.units import counted, parse_size, size_text
 from can_train.memory.allocation_trace import FIXED, GROWING, AllocationRecorder, AllocationTrace, MemoryPart
 from can_train.memory.allocator_settings import (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from can_train.errors import DoesNotFitError, OutOfMemoryDetails
 from can_train.fit.cost_model import ALLOCATION_QUANTUM
 from can_train.fit.packing import ROUNDING, BatchCosts, MicroBatchLimit, cut
-from can_train.fit.random_state import Snapshot, leaves_of
+from can_train.fit.pass_state import Snapshot, leaves_of
 from can_train.io.units import size_text
 from can_train.memory.catalogue import cards_that_hold
 from can_train.memory.out_of_memory import (

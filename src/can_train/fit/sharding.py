@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from can_train.errors import ConfigError, RankGoneError
 from can_train.fit.cost_model import ShardedWeights
 from can_train.fit.optimizer_memory import state_share
-from can_train.fit.random_state import Snapshot
+from can_train.fit.pass_state import Snapshot
 from can_train.fit.rescue import RepeatedError
 from can_train.fit.rungs import candidates, gathered_weights, modules_of_segment, sharded_parameters
 from can_train.memory.catalogue import predicted_room

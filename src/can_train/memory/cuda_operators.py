@@ -11,7 +11,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
 from typing import Any, Final
@@ -113,17 +113,17 @@ def _save_on_host(self: save_on_cpu, pin_memory: bool = False, device_type: str 
     super(save_on_cpu, self).__init__(pack, unpack)
 
 
+@dataclass(eq=False)
 class CudaOperators:
     """Replaces the operators of tensors on the CPU, from `open` to `close`, in the whole process.
 
     Where several spans overlap, the first one's capability holds.
     """
 
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._num_open = 0
-        self._libraries: list[Library] = []
-        self.kernels: Kernels = {}
+    kernels: Kernels = field(default_factory=dict, init=False)
+    _libraries: list[Library] = field(default_factory=list, init=False)
+    _num_open: int = field(default=0, init=False)
+    _lock: Lock = field(default_factory=Lock, init=False)
 
     def open(self, capability: Capability) -> None:
         """Replaces the operators by a GPU's."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from can_train.errors import ConfigError, DataError, unknown_name
-from can_train.fit.random_state import Snapshot
+from can_train.fit.pass_state import Snapshot
 
 BATCH: Final = "batch"
 _PLAIN: Final = (type(None), bool, int, float, str, torch.dtype, torch.device)  # arguments that are part of the program

@@ -37,8 +37,9 @@ from can_train.errors import (
 )
 from can_train.fit.collate import leaves
 from can_train.fit.optimizer import check_sparse, freeze, phase_training
+from can_train.fit.pass_state import load_weights
 from can_train.fit.precision import Precision, convert, is_inexact, use_channels_last
-from can_train.fit.random_state import capture_generators, load_weights, restore_generators, seed_everything
+from can_train.fit.random_state import capture_generators, restore_generators, seed_everything
 from can_train.io.records import (
     parse_object,
     read_bytes,

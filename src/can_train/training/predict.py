@@ -35,8 +35,8 @@ from can_train.errors import (
     shown,
 )
 from can_train.fit.packing import MicroBatchLimit
+from can_train.fit.pass_state import load_weights
 from can_train.fit.precision import Precision, tf32
-from can_train.fit.random_state import load_weights
 from can_train.memory.meters import device_name, open_meter
 from can_train.reporter import Reporter, SilentReporter
 from can_train.runs.registry import Registry

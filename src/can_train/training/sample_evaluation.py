@@ -12,8 +12,8 @@ from torch import Tensor
 
 from can_train.config.resolved import EvaluationData, FinishedModel
 from can_train.errors import CanTrainError
+from can_train.fit.pass_state import load_weights
 from can_train.fit.precision import convert, is_inexact
-from can_train.fit.random_state import load_weights
 from can_train.reporter import SilentReporter, TextTable
 from can_train.task import UpcomingBatch
 from can_train.training.evaluate import Evaluation, Scorer, Verdict

@@ -32,16 +32,10 @@ from can_train.fit.micro_batcher import BatchResult, Denominators, MicroBatcher,
 from can_train.fit.offloaded_state import keep_states
 from can_train.fit.optimizer import Optimization, make_optimization, only_trained
 from can_train.fit.packing import BatchCosts
+from can_train.fit.pass_state import buffer_shapes, load_weights
 from can_train.fit.planner import Planner, Planners
 from can_train.fit.precision import Precision, is_inexact
-from can_train.fit.random_state import (
-    buffer_shapes,
-    capture_generators,
-    load_weights,
-    restore_generators,
-    seed_rank,
-    step_generator,
-)
+from can_train.fit.random_state import capture_generators, restore_generators, seed_rank, step_generator
 from can_train.fit.rescue import Backoff, Ladder, OptimizerReserve
 from can_train.fit.run_plan import OtherRung, RunPlan, price, still_fits
 from can_train.fit.rungs import SPLIT_ALONE, Rung

@@ -19,8 +19,9 @@ from can_train.errors import ConfigError
 from can_train.fit.batch_dependence import NoDropout
 from can_train.fit.explore import Explorer
 from can_train.fit.micro_batcher import Losses, MicroBatcher
+from can_train.fit.pass_state import Snapshot
 from can_train.fit.precision import Precision
-from can_train.fit.random_state import Snapshot, step_generator
+from can_train.fit.random_state import step_generator
 from can_train.fit.rescue import RescueSettings
 from can_train.memory.meters import Meter, is_simulated, open_meter
 from can_train.reporter import Reporter

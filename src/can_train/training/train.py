@@ -29,9 +29,10 @@ from can_train.fit.compiled import compiler_limits
 from can_train.fit.factor_rule import FactorRule
 from can_train.fit.micro_batcher import BatchResult, Denominators, Losses, combine_shares
 from can_train.fit.optimizer import freeze
+from can_train.fit.pass_state import Snapshot
 from can_train.fit.planner import PROBED, Planner, Planners
 from can_train.fit.precision import Precision, number_format, tf32
-from can_train.fit.random_state import Snapshot, seed_rank, step_generator
+from can_train.fit.random_state import seed_rank, step_generator
 from can_train.fit.rescue import describe_out_of_memory, fatal_out_of_memory
 from can_train.fit.run_plan import RunPlan
 from can_train.fit.search import NO_RECORDING

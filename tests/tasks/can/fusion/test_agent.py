@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from can_train.fit.random_state import Snapshot
+from can_train.fit.pass_state import Snapshot
 from can_train_tasks.can.fusion.agent import (
     FusionAgent,
     MixingProblem,

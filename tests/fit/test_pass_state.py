@@ -1,0 +1,370 @@
+import random
+import weakref
+from collections import OrderedDict, deque
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from can_train.fit import pass_state
+from can_train.fit.pass_state import Generators, Snapshot, buffer_shapes, load_weights
+
+CPU = torch.device("cpu")
+
+
+def paired_draws() -> tuple[float, float, list[float]]:
+    # Normal variates come in pairs: of one of them, the second waits in the generator.
+    return random.gauss(), np.random.normal(), torch.randn(3).tolist()  # noqa: NPY002
+
+
+class Replacing(nn.Module):
+    """Replaces its buffers instead of writing into them; one is made in the first pass."""
+
+    mean: Tensor
+    cache: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("cache", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(dim=0)
+        self.cache = x.detach()
+        return x - self.mean
+
+
+def test_the_generators_draw_the_same_again() -> None:
+    paired_draws()
+    snapshot = Snapshot(nn.Linear(1, 1), CPU)
+    first = paired_draws()
+    assert paired_draws() != first
+    snapshot.restore()
+    assert paired_draws() == first
+    snapshot.restore()
+    assert paired_draws() == first
+
+
+def test_running_statistics_are_as_before_bit_by_bit() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model(torch.randn(8, 3))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    snapshot = Snapshot(model, CPU)
+    model(torch.full((8, 3), torch.inf))
+    assert not all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    snapshot.restore()
+    assert len(before) == 3
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+def test_a_buffer_that_was_replaced_is_the_same_tensor_again() -> None:
+    model = Replacing()
+    mean, snapshot = model.mean, Snapshot(model, CPU)
+    model(torch.ones(2, 3))
+    mean.add_(5)
+    snapshot.restore()
+    assert model.mean is mean
+    assert mean.tolist() == [0, 0, 0]
+
+
+def test_a_buffer_that_was_made_in_the_pass_is_gone_again() -> None:
+    model = Replacing()
+    snapshot = Snapshot(model, CPU)
+    model(torch.ones(2, 3))
+    assert model.cache is not None
+    snapshot.restore()
+    assert model.cache is None
+    assert "cache" not in model.state_dict()
+
+
+class Observer(nn.Module):
+    """Resizes its buffer in the first pass, as observers of `torch.ao.quantization` do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("least", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        least = self.get_buffer("least")
+        least.resize_(x.shape[1]).copy_(x.detach().amin(dim=0))
+        return x
+
+
+def test_a_buffer_that_a_pass_has_resized_has_its_shape_again() -> None:
+    model = nn.Sequential(Observer())
+    least, snapshot = model.get_buffer("0.least"), Snapshot(model, CPU)
+    for values, size in (([1.0, 2.0, 3.0], 3), ([4.0, 5.0], 2)):
+        model(torch.ones(2, size))
+        snapshot.restore()
+        assert model.get_buffer("0.least") is least
+        assert least.shape == (0,)
+        model(torch.tensor([values]))
+        later = Snapshot(model, CPU)
+        model(torch.ones(2, 5))
+        later.restore()
+        assert least.tolist() == values
+
+
+def test_a_buffer_that_a_pass_has_resized_is_loaded_into_a_new_model_alone() -> None:
+    model, fresh = nn.Sequential(Observer(), nn.BatchNorm1d(3)), nn.Sequential(Observer(), nn.BatchNorm1d(3))
+    declared = buffer_shapes(model).items()
+    model(torch.ones(2, 3))
+    made = [name for name, _ in buffer_shapes(model).items() - declared]
+    assert made == ["0.least"]
+    load_weights(fresh, model.state_dict(), made)
+    assert fresh.get_buffer("0.least").tolist() == [1, 1, 1]
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.least"):
+        load_weights(nn.Sequential(Observer(), nn.BatchNorm1d(3)), model.state_dict())
+
+
+class Registering(nn.Module):
+    """Registers a buffer in its first pass."""
+
+    def __init__(self, declared: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        if declared:
+            self.register_buffer("seen", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(self, "seen", None) is None:
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.seen += len(x)
+        return self.layer(x)
+
+
+def test_a_buffer_that_was_registered_in_the_pass_is_gone_again() -> None:
+    model = nn.Sequential(Registering())
+    snapshot = Snapshot(model, CPU)
+    model(torch.ones(2, 3))
+    snapshot.restore()
+    assert buffer_shapes(model) == {}
+    model(torch.ones(5, 3))
+    assert model.get_buffer("0.seen") == 5
+    released = Snapshot(model, CPU)
+    released.release()
+    released.restore()
+    assert buffer_shapes(model) == {"0.seen": ()}
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_buffer_that_the_first_pass_makes_is_loaded_into_a_new_model(declared: bool) -> None:
+    model = nn.Sequential(Registering(declared))
+    model(torch.ones(5, 3))
+    fresh = nn.Sequential(Registering(declared))
+    load_weights(fresh, model.state_dict(), made=[] if declared else ["0.seen"])
+    assert fresh.state_dict().keys() == model.state_dict().keys()
+    assert fresh.get_buffer("0.seen") == 5
+    fresh(torch.ones(1, 3))
+    assert (fresh.get_buffer("0.seen"), model.get_buffer("0.seen")) == (6, 5)
+
+
+@pytest.mark.parametrize("name", ["0.seen", "1.seen", "0.layer.scale"])
+def test_weights_that_a_model_does_not_have_are_refused(name: str) -> None:
+    model = nn.Sequential(Registering())
+    with pytest.raises(RuntimeError, match=rf'Unexpected key\(s\) in state_dict: "{name}"'):
+        load_weights(model, {**model.state_dict(), name: torch.zeros(())})
+
+
+def test_buffers_that_are_not_saved_are_restored_too() -> None:
+    model = nn.Module()
+    model.register_buffer("steps", torch.zeros((), dtype=torch.int64), persistent=False)
+    snapshot = Snapshot(model, CPU)
+    steps = model.get_buffer("steps")
+    steps += 1
+    snapshot.restore()
+    assert steps.item() == 0
+
+
+def test_parameters_are_left_alone() -> None:
+    model = nn.Linear(3, 3)
+    snapshot = Snapshot(model, CPU)
+    with torch.no_grad():
+        model.weight.fill_(7)
+    snapshot.restore()
+    assert bool((model.weight == 7).all())
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_a_pass_that_is_run_again_is_the_same_only_where_the_snapshot_was_restored(restored: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    x = torch.randn(8, 3)
+    snapshot = Snapshot(model, CPU)
+    first, buffers = model(x), [buffer.clone() for buffer in model.buffers()]
+    if restored:
+        snapshot.restore()
+    assert torch.equal(model(x), first) is restored
+    assert all(torch.equal(one, other) for one, other in zip(model.buffers(), buffers, strict=True)) is restored
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 2, 3])
+def test_a_later_snapshot_restores_what_was_drawn_since_an_earlier_one(drawn: int) -> None:
+    """Numbers of a normal distribution are drawn in pairs: of an odd one, the second is kept."""
+    model = nn.Linear(1, 1)
+    np.random.seed(0)  # noqa: NPY002
+    earlier = Snapshot(model, CPU)
+    np.random.normal(size=drawn)  # noqa: NPY002
+    later = Snapshot(model, CPU, since=earlier)
+    latest = Snapshot(model, CPU, since=later)
+    expected = np.random.normal(size=3).tolist()  # noqa: NPY002
+    for snapshot in (later, latest):
+        snapshot.restore()
+        assert np.random.normal(size=3).tolist() == expected  # noqa: NPY002
+    earlier.restore()
+    np.random.normal(size=drawn)  # noqa: NPY002
+    assert np.random.normal(size=3).tolist() == expected  # noqa: NPY002
+
+
+def test_a_kept_normal_number_that_was_used_is_noticed() -> None:
+    model = nn.Linear(1, 1)
+    np.random.seed(0)  # noqa: NPY002
+    np.random.normal()  # noqa: NPY002
+    earlier = Snapshot(model, CPU)
+    np.random.normal()  # noqa: NPY002 - the kept one: no word of the state changes
+    later = Snapshot(model, CPU, since=earlier)
+    expected = np.random.normal()  # noqa: NPY002
+    later.restore()
+    assert np.random.normal() == expected  # noqa: NPY002
+
+
+def test_a_snapshot_that_is_released_holds_no_copies() -> None:
+    model = nn.BatchNorm1d(3)
+    snapshot = Snapshot(model, CPU)
+    assert len(snapshot.copies) == 3
+    snapshot.release()
+    assert snapshot.copies == []
+
+
+def test_modules_and_parameters_come_in_pytorchs_order_each_once() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(shared, nn.Sequential(nn.BatchNorm1d(2), shared, nn.LSTM(2, 2)), nn.Linear(2, 2, bias=False))
+    model.add_module("empty", None)
+    model[2].weight = shared.weight
+    model.register_parameter("none", None)
+    assert pass_state.modules_of(model) == list(model.modules())
+    assert list(map(id, pass_state.parameters_of(model))) == list(map(id, model.parameters()))
+
+
+class Noting(nn.Module):
+    """A module that keeps results and counts in its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes, self.seen, self.words = 0, [0], {"a": 1}
+        self.hidden: Tensor | None = None
+        self.map = torch.zeros(2**15)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        self.seen.append(self.passes)
+        self.last = x
+        self.hidden = x * 2
+        self.map = torch.full((2**15,), float(self.passes))
+        return self.hidden
+
+
+def test_attributes_that_a_pass_changes_are_as_before() -> None:
+    module, x = Noting(), torch.ones(3, requires_grad=True)
+    module(x)
+    before = module.hidden
+    snapshot = Snapshot(module, CPU)
+    for _ in range(2):
+        module(2 * x)
+        snapshot.restore()
+        assert (module.passes, module.seen) == (1, [0, 1])
+        assert torch.equal(module.hidden, before.detach())
+        assert module.hidden.grad_fn is None
+    del module.last
+    Snapshot(module, CPU, since=snapshot).restore()
+    assert not hasattr(module, "last")
+
+
+def test_code_that_a_pass_attaches_to_a_module_stays() -> None:
+    module = Noting()
+    snapshot = Snapshot(module, CPU)
+    module._compiled_call_impl = module.hook = len
+    module.new = 3
+    snapshot.restore()
+    assert module._compiled_call_impl is module.hook is len
+    assert not hasattr(module, "new")
+
+
+def test_a_large_tensor_that_a_pass_replaces_is_not_kept_for_the_state() -> None:
+    module = Noting()
+    large = weakref.ref(module.map)
+    snapshot = Snapshot(module, CPU)
+    module(torch.ones(3))
+    assert large() is None
+    snapshot.restore()
+    assert module.map[0] == 1
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, list, set, deque])
+def test_nothing_is_written_into_a_container_that_has_not_changed(kind: type) -> None:
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = kind([("a", 1), ("b", 2)])
+
+    module = Watched()
+    for changes in (False, True):
+        snapshot = Snapshot(module, CPU)
+        walk = iter(module.words)
+        next(walk)
+        if changes:
+            module.words.clear()
+        snapshot.restore()
+        assert len(module.words) == 2
+        if not changes:
+            # An iterator of another thread would fail where the container was filled anew.
+            assert len([*walk]) == 1
+
+
+def test_containers_with_many_items_in_all_are_no_state() -> None:
+    class Looked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.few, self.table = [1], [[number] * 900 for number in range(100)]
+
+    module = Looked()
+    snapshot = Snapshot(module, CPU)
+    assert len(snapshot._python._contents) < 20
+    module.few.append(2)
+    snapshot.restore()
+    assert module.few == [1]
+
+
+def test_a_reading_shares_the_state_of_pythons_generator_until_it_draws() -> None:
+    earlier = Generators(CPU)
+    assert Generators(CPU, since=earlier)._of_host._python is earlier._of_host._python
+    random.gauss(0, 1)  # Draws two numbers, and keeps the second
+    drawn = Generators(CPU, since=earlier)
+    assert drawn._of_host._python is not earlier._of_host._python
+    expected = random.gauss(0, 1)
+    kept = Generators(CPU, since=drawn)
+    assert kept._of_host._python is not drawn._of_host._python, "the second number was used"
+    drawn.restore()
+    assert random.gauss(0, 1) == expected
+    earlier.restore()
+    assert Generators(CPU)._of_host._python == earlier._of_host._python
+
+
+def test_the_words_that_are_compared_tell_any_two_states_of_a_generator_apart() -> None:
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    python, numpy = set(), set()
+    for draws in (0, 1, 621, 1, 1, 1, 623, 624, 625):  # A generator makes 624 words at once
+        for _ in range(draws):
+            random.getrandbits(32)
+            np.random.bytes(4)  # noqa: NPY002
+        python.add(pass_state._python_words())
+        numpy.add(pass_state._numpy_words())
+    for seed in range(1, 300):
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        python.add(pass_state._python_words())
+        numpy.add(pass_state._numpy_words())
+    assert len(python) == len(numpy) == 9 + 299
+    assert all(words for words, _ in python)
+    assert all(numpy)
