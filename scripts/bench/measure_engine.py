@@ -15,7 +15,6 @@ from bench.harness import Benchmark, Table, seconds_of
 from bench.steps import engine_step, timed_pairs
 from can_train.config.compose import RunRequest, resolve
 from can_train.fit import pass_state
-from can_train.fit.batch_dependence import UNKNOWN
 from can_train.fit.micro_batcher import Losses, MicroBatcher
 from can_train.fit.optimizer import make_optimizer
 from can_train.memory.meters import open_meter
@@ -85,7 +84,7 @@ def tiny_parts() -> dict[str, float]:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     x, part = torch.randn(4 * PARTS, 3), 4
     batcher = MicroBatcher(model, limits=part)
-    batcher.batch_dependence = UNKNOWN
+    batcher.compares = False
 
     def losses_of(start: int, stop: int) -> Losses:
         return {"loss": (model(x[start:stop]).square().sum(), stop - start)}

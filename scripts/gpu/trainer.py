@@ -18,7 +18,6 @@ from torch import nn
 
 from can_train.config.settings import TrainingSettings
 from can_train.errors import DeviceError, DoesNotFitError
-from can_train.fit.batch_dependence import UNKNOWN
 from can_train.fit.cost_model import DeviceLimits
 from can_train.fit.explore import Explorer
 from can_train.fit.micro_batcher import Losses, MicroBatcher
@@ -168,7 +167,7 @@ class Trainer:
             self.model, meter=self.meter, rules=SplitRules(samples=len(rows)), rescue=RescueSettings(adaptive=False)
         )
         # The comparison of the first batch that is split takes memory that is not the step's.
-        batcher.batch_dependence = UNKNOWN
+        batcher.compares = False
         batcher.run(
             losses_of,
             parts * len(rows),

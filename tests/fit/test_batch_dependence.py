@@ -1,7 +1,9 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from queue import SimpleQueue
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from can_train.errors import ArgumentError
 from can_train.fit.batch_dependence import (
     SPLIT,
     BatchDependence,
+    Comparisons,
     NoDropout,
     change_by_draws,
     measure_batch_dependence,
@@ -378,6 +381,16 @@ def contrastive(model: nn.Module, start: int, stop: int) -> dict[str, tuple[Tens
     return {"contrast": (F.cross_entropy(pairs / 0.1, torch.arange(stop - start), reduction="sum"), stop - start)}
 
 
+class Sizes(SimpleQueue[int]):
+    """Sizes of the parts that were computed, in comparisons, too: a list is put back after a comparison."""
+
+    def all(self) -> list[int]:
+        return [self.get() for _ in range(self.qsize())]
+
+    def __next__(self) -> int:
+        return self.get()
+
+
 def squares(model: nn.Module, start: int, stop: int) -> dict[str, tuple[Tensor, float]]:
     return {"square": (model(X[start:stop]).square().sum(), stop - start)}
 
@@ -401,12 +414,11 @@ def test_the_first_batch_that_is_split_in_ones_own_loop_is_measured_and_warned_o
 
 def test_measuring_leaves_gradients_buffers_and_random_numbers_as_the_parts_left_them() -> None:
     found = []
-    for is_known in (False, True):
+    for compares in (True, False):
         torch.manual_seed(0)
         model = mlp(nn.BatchNorm1d(8), nn.Dropout(0.5))
         batcher = MicroBatcher(model, rules=SplitRules(samples=3))
-        if is_known:
-            batcher.batch_dependence = BatchDependence(terms={}, modules=(), drops=False)
+        batcher.compares = compares
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             batcher.run(lambda start, stop, model=model: squares(model, start, stop), SAMPLES)
@@ -437,28 +449,28 @@ def test_what_cannot_be_measured_is_said() -> None:
 
 
 def test_the_comparison_takes_no_more_samples_than_have_fitted() -> None:
-    model, sizes = mlp(nn.BatchNorm1d(8)), list[int]()
+    model, sizes = mlp(nn.BatchNorm1d(8)), Sizes()
 
     def losses(start: int, stop: int) -> Losses:
-        sizes.append(stop - start)
+        sizes.put(stop - start)
         if stop - start > 4:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return squares(model, start, stop)
 
     with pytest.warns(UserWarning, match="Samples depend on the rest of their batch"):
         MicroBatcher(model).run(losses, 8)
-    assert [size for size in sizes if size > 4] == [8]
+    assert [size for size in sizes.all() if size > 4] == [8]
 
 
 def test_the_whole_batch_is_compared_where_memory_never_ran_out() -> None:
-    model, sizes = mlp(), list[int]()
+    model, sizes = mlp(), Sizes()
 
     def losses(start: int, stop: int) -> Losses:
-        sizes.append(stop - start)
+        sizes.put(stop - start)
         return squares(model, start, stop)
 
     MicroBatcher(model, limits=4).run(losses, 12)
-    assert 12 in sizes
+    assert 12 in sizes.all()
 
 
 TOKENS = torch.tensor([1.0, 3.0, 2.0, 0.0, 3.0, 1.0, 1.0, 2.0])
@@ -616,3 +628,225 @@ def test_buffers_that_a_pass_moves_are_no_random_numbers(draws: bool) -> None:
 
     assert (change_by_draws(model, losses_of, 6) > 0) == draws
     assert not model.centers.any()
+
+
+def test_batches_are_compared_ever_less_often_and_anew_for_another_kind_and_a_new_term() -> None:
+    comparisons = Comparisons()
+    assert [number for number in range(1, 70) if comparisons.is_due("a", ["one"])] == [1, 2, 4, 8, 16, 32, 64]
+    assert comparisons.is_due("a", ["one", "two"])
+    assert not comparisons.is_due("a", ["two"])
+    assert [number for number in range(1, 5) if comparisons.is_due("b", ["two"])] == [1, 2, 4]
+
+
+def test_a_loop_whose_batches_are_all_of_other_kinds_compares_few_of_them() -> None:
+    comparisons = Comparisons()
+    assert sum(comparisons.is_due(kind, ["one"]) for kind in range(1000)) < 30
+
+
+ROWS = torch.randn(24, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def nce(z: Tensor) -> Tensor:
+    rows = F.normalize(z)
+    return F.cross_entropy(5 * rows @ rows.T, torch.arange(len(z)), reduction="sum")
+
+
+def after_batches(batcher: MicroBatcher, losses: Callable[[int, int], Losses], number: int) -> None:
+    for _ in range(number):
+        batcher.run(losses, len(ROWS))
+
+
+def test_a_batch_norm_that_is_thawed_later_is_told() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+    model[:2].requires_grad_(False)
+    model[1].eval()
+    batcher = MicroBatcher(model, limits=7)
+
+    def losses(start: int, stop: int) -> Losses:
+        return {"loss": (model(ROWS[start:stop]).square().sum(), stop - start)}
+
+    after_batches(batcher, losses, 4)
+    assert batcher.batch_dependence == BatchDependence(terms={}, modules=(), drops=False)
+    model[1].train()
+    with pytest.warns(UserWarning, match="depend on the rest of their batch through 1: .* of loss by [1-9]") as told:
+        batcher.run(losses, len(ROWS))
+    assert told[0].filename == __file__
+    assert batcher.batch_dependence is not None
+    assert batcher.batch_dependence.terms["loss"] > 0.01
+    model[0].requires_grad_(True)
+    after_batches(batcher, losses, 5)  # A second warning would be an error
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+def test_terms_that_begin_later_are_compared_as_they_begin(batches: int) -> None:
+    model, late = nn.Linear(6, 4).double(), set[str]()
+    batcher = MicroBatcher(model, limits=7)
+
+    def losses(start: int, stop: int) -> Losses:
+        z = model(ROWS[start:stop])
+        every = {"rec": z.square().sum(), "nce": nce(z), "mean": z.abs().mean()}
+        return {term: (total, stop - start) for term, total in every.items() if term == "rec" or term in late}
+
+    after_batches(batcher, losses, batches)
+    late.add("nce")
+    with pytest.warns(UserWarning, match="micro-batches change the gradient of nce by [1-9]"):
+        batcher.run(losses, len(ROWS))
+    late.add("mean")
+    with pytest.raises(ArgumentError, match=r"'mean' is a mean, .* of a part as of the whole batch"):
+        batcher.run(losses, len(ROWS))
+
+
+def test_a_mean_over_samples_that_the_first_batch_lacks_is_found_in_a_later_one() -> None:
+    model, weights = nn.Linear(6, 2).double(), torch.tensor([1.0, 20.0], dtype=torch.float64)
+    batcher = MicroBatcher(model, limits=7)
+
+    def losses(start: int, stop: int) -> Losses:
+        loss = F.cross_entropy(model(ROWS[start:stop]), labels[start:stop], weight=weights)
+        return {"loss": (loss * (stop - start), stop - start)}
+
+    labels = torch.zeros(len(ROWS), dtype=torch.int64)
+    batcher.run(losses, len(ROWS))
+    labels[5] = 1
+    with pytest.warns(UserWarning, match="micro-batches change the gradient of loss by [1-9]"):
+        batcher.run(losses, len(ROWS))
+
+
+def test_the_gradient_of_a_head_outside_the_model_is_compared() -> None:
+    model, head = nn.Linear(6, 8).double(), nn.Linear(8, 4).double()
+    batcher = MicroBatcher(model, limits=7)
+
+    def losses(start: int, stop: int) -> Losses:
+        z = model(ROWS[start:stop])
+        return {"rec": (z.square().sum(), stop - start), "nce": (nce(head(z.detach())), stop - start)}
+
+    with pytest.warns(UserWarning, match="micro-batches change the gradient of nce by [1-9]"):
+        batcher.run(losses, len(ROWS))
+
+
+def test_inputs_that_each_pass_asks_for_a_gradient_are_not_compared() -> None:
+    model = nn.Linear(6, 1).double()
+    batcher = MicroBatcher(model, limits=7)
+
+    def losses(start: int, stop: int) -> Losses:
+        x = ROWS[start:stop].clone().requires_grad_()
+        return {"loss": (model(x).square().sum(), stop - start)}
+
+    batcher.run(losses, len(ROWS))
+    assert batcher.batch_dependence == BatchDependence(terms={}, modules=(), drops=False)
+
+
+def test_a_head_is_compared_though_the_model_is_frozen() -> None:
+    model, head = nn.Linear(6, 8).double().requires_grad_(False), nn.Linear(8, 4).double()
+    batcher = MicroBatcher(model, limits=7)
+    with pytest.warns(UserWarning, match="micro-batches change the gradient of nce by [1-9]"):
+        batcher.run(lambda i, j: {"nce": (nce(head(model(ROWS[i:j]))), j - i)}, len(ROWS))
+
+
+def test_the_rounding_of_gradients_that_cancel_each_other_is_no_dependence() -> None:
+    x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
+    y = torch.randn(24, 1, generator=torch.Generator().manual_seed(2))
+    model = nn.Linear(6, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.linalg.lstsq(x.double(), y.double()).solution.T)
+    batcher = MicroBatcher(model, limits=7)
+    batcher.run(lambda i, j: {"loss": ((model(x[i:j]) - y[i:j]).square().sum(), j - i)}, 24)
+    assert batcher.batch_dependence == BatchDependence(terms={}, modules=(), drops=False)
+
+
+class Meter:
+    """Keeps a mean, as meters in training scripts do."""
+
+    def __init__(self) -> None:
+        self.total, self.count, self.each = 0.0, 0, list[float]()
+
+    def update(self, value: float, samples: int) -> None:
+        self.total, self.count = self.total + value, self.count + samples
+        self.each.append(value)
+
+
+def test_a_comparison_leaves_no_trace_in_objects_that_the_loss_updates() -> None:
+    model, outside = nn.Linear(6, 3).double(), nn.Sequential(nn.BatchNorm1d(6)).double()
+    batcher = MicroBatcher(model, limits=12)
+    metric = pytest.importorskip("torchmetrics").MeanMetric()
+    meter, rows, table = Meter(), 0, np.zeros(3)
+    generator = torch.Generator().manual_seed(3)
+
+    def losses(start: int, stop: int) -> Losses:
+        nonlocal rows
+        rows += stop - start
+        table[0] += stop - start
+        torch.rand((), generator=generator)
+        each = model(outside(ROWS[start:stop])).square().sum(1)
+        metric.update(each.detach())
+        meter.update(float(each.detach().sum()), stop - start)
+        return {"loss": (each.sum(), stop - start)}
+
+    with pytest.warns(UserWarning, match="depend on the rest"):
+        batcher.run(losses, len(ROWS))
+    assert outside[0].num_batches_tracked == 2
+    assert (rows, int(metric.weight), meter.count, len(meter.each), table[0]) == (24, 24, 24, 2, 24)
+    assert torch.rand((), generator=generator) == torch.rand(3, generator=torch.Generator().manual_seed(3))[2]
+
+
+def test_gradients_that_the_loss_writes_by_itself_are_there_once() -> None:
+    gradients = []
+    for compares in (True, False):
+        model = nn.Linear(6, 4, bias=False).double()
+        nn.init.ones_(model.weight)
+        outer, inner = MicroBatcher(model, limits=12), MicroBatcher(model, limits=6)
+        outer.compares = compares
+
+        def losses(start: int, stop: int, model: nn.Module = model, inner: MicroBatcher = inner) -> Losses:
+            rows = ROWS[start:stop]
+            inner.run(lambda i, j: {"inner": (model(rows[i:j]).abs().sum(), j - i)}, len(rows))
+            return {"outer": (model(rows).square().sum(), stop - start)}
+
+        outer.run(losses, len(ROWS))
+        gradients.append(model.weight.grad)
+    assert torch.equal(*gradients)
+
+
+def shared(losses: Callable[[Tensor], tuple[Tensor, float]], model: nn.Module) -> MicroBatcher:
+    """Runs a rank's share of a batch of 48 samples."""
+    batcher = MicroBatcher(model, limits=7)
+    batcher.run_share(lambda i, j: {"loss": losses(ROWS[i:j])}, len(ROWS), denominators={"loss": 48.0})
+    return batcher
+
+
+def test_a_share_of_a_batch_is_judged_as_a_batch_is() -> None:
+    model = nn.Linear(6, 4).double()
+    with pytest.raises(ArgumentError, match="The sum of 'loss' is a mean"):
+        shared(lambda x: (model(x).square().mean(), len(x)), model)
+    with pytest.raises(ArgumentError, match="The denominators of 'loss' do not add up"):
+        shared(lambda x: (model(x).square().sum(), 1), model)
+    with pytest.raises(ArgumentError, match=r"whose denominator is 0 must have the sum 0.*in a share of 24 samples"):
+        shared(lambda x: (model(x).square().sum(), 0), model)
+    with pytest.raises(ArgumentError, match="At least one loss term needs a gradient"):
+        shared(lambda x: (model(x).square().sum().detach(), len(x)), model)
+    with pytest.warns(UserWarning, match="micro-batches change the gradient of loss by [1-9]") as told:
+        batcher = shared(lambda x: (nce(model(x)), len(x)), model)
+    assert told[0].filename == __file__
+    assert batcher.batch_dependence is not None
+    assert batcher.batch_dependence.terms["loss"] > 0.1
+
+
+def test_a_share_of_sums_with_their_counts_is_no_fault() -> None:
+    model = nn.Linear(6, 4).double()
+    batcher = shared(lambda x: (model(x).square().sum(), len(x)), model)
+    assert batcher.batch_dependence == BatchDependence(terms={}, modules=(), drops=False)
+    assert model.weight.grad is not None
+
+
+def test_comparisons_stay_few() -> None:
+    model, sizes = nn.Linear(6, 1).double(), Sizes()
+
+    def losses(start: int, stop: int) -> Losses:
+        sizes.put(stop - start)
+        return {"loss": (model(ROWS[start:stop]).square().sum(), stop - start)}
+
+    batcher, passes = MicroBatcher(model, limits=12), []
+    for _ in range(20):
+        batcher.run(losses, len(ROWS))
+        passes.append(len(sizes.all()))
+    assert [number for number, count in enumerate(passes, 1) if count != 2] == [1, 2, 4, 8, 16]
+    assert max(passes) == 5

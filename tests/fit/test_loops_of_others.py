@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from can_train.errors import ArgumentError
-from can_train.fit.batch_dependence import UNKNOWN, BatchDependence
+from can_train.fit.batch_dependence import BatchDependence
 from can_train.fit.micro_batcher import BatchResult, Losses, MicroBatcher
 from fakes.ragged import cut_at
 
@@ -252,7 +252,7 @@ class Loop:
         """Adds the batch's gradient to the model's, in parts of these sizes."""
         costs, rules = cut_at(sizes)
         batcher = MicroBatcher(model, rules=rules)
-        batcher.batch_dependence = None if measured else UNKNOWN
+        batcher.compares = measured
         return batcher, batcher.run(partial(self.losses_of, model), costs, denominators=self.denominators)
 
     def whole_gradient(self) -> Tensor:
@@ -515,7 +515,7 @@ def test_two_models_that_share_parameters_have_the_gradients_of_both() -> None:
         costs, rules = cut_at(sizes)
         for model in models:
             batcher = MicroBatcher(model, rules=rules)
-            batcher.batch_dependence = UNKNOWN
+            batcher.compares = False
             with FullAt(fails_at):
                 result = batcher.run(partial(over_x, model), costs)
             assert result.ooms_rescued == (fails_at > 0)
@@ -574,7 +574,7 @@ def scaled_step(sizes: Sequence[int], fails_at: int = 0) -> tuple[Tensor, BatchR
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     costs, rules = cut_at(sizes)
     batcher = MicroBatcher(model, rules=rules)
-    batcher.batch_dependence = UNKNOWN
+    batcher.compares = False
     with FullAt(fails_at):
         result = batcher.run(partial(over_x, model), costs, scale=scaler.scale)
     scaler.unscale_(optimizer)
@@ -624,7 +624,7 @@ def test_a_scaled_step_is_skipped_where_that_of_the_whole_batch_is(size: float, 
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
         costs, rules = cut_at(sizes)
         batcher = MicroBatcher(model, rules=rules)
-        batcher.batch_dependence = UNKNOWN
+        batcher.compares = False
 
         def losses_of(start: int, stop: int, model: HalfAndWhole = model) -> Losses:
             with torch.autocast("cpu", torch.float16):
@@ -687,7 +687,7 @@ def test_parameters_outside_the_model_have_their_gradient_once(fails_at: int) ->
 
         costs, rules = cut_at(sizes)
         batcher = MicroBatcher(model, rules=rules)
-        batcher.batch_dependence = UNKNOWN
+        batcher.compares = False
         with FullAt(fails_at):
             result = batcher.run(losses_of, costs)
         assert result.ooms_rescued == (fails_at > 0)
@@ -706,7 +706,7 @@ def test_a_latent_code_of_each_step_has_its_gradient_once(fails_at: int, compare
         torch.manual_seed(0)
         model, codes = mlp().double(), [nn.Parameter(torch.ones(FEATURES, dtype=torch.float64)) for _ in sizes]
         batcher = MicroBatcher(model)
-        batcher.batch_dependence = None if compares else UNKNOWN
+        batcher.compares = compares
         with FullAt(fails_at):
             for code, of_batch in zip(codes, sizes, strict=True):
                 costs, batcher.rules = cut_at(of_batch)
@@ -726,7 +726,7 @@ def with_codes(trains: Sequence[Callable[[int], bool]], sizes: Sequence[int], *f
     model, code = mlp().double(), nn.Parameter(torch.zeros(CLASSES, dtype=torch.float64))
     costs, rules = cut_at(sizes)
     batcher, ooms = MicroBatcher(model, rules=rules), 0
-    batcher.batch_dependence = UNKNOWN
+    batcher.compares = False
     with ExitStack() as failures:
         for place in fails_at:
             failures.enter_context(FullAt(place))

@@ -18,7 +18,6 @@ from can_train import (
     solve_accumulation,
 )
 from can_train.errors import ArgumentError, DeviceError, DoesNotFitError
-from can_train.fit.batch_dependence import UNKNOWN
 from can_train.fit.micro_batcher import Losses
 from can_train.memory.meters import SimulatedMeter
 from can_train.memory.out_of_memory import is_out_of_memory
@@ -96,7 +95,7 @@ def test_a_prediction_prices_the_counts_it_was_given() -> None:
     found = predict_peak(model, counts, loss_of=lambda rows: padded_loss(model, LENGTHS[rows]))
     batcher = MicroBatcher(model, meter="sim:192MiB", limits=found)
     # The loss counts padding, so that the gradient depends on the longest sample: no subject here.
-    batcher.batch_dependence = UNKNOWN
+    batcher.compares = False
 
     def losses_of(start: int, stop: int) -> Losses:
         return {"loss": (padded_loss(model, LENGTHS[start:stop]), stop - start)}

@@ -30,6 +30,7 @@ TRIALS = {
     "fit/explore.py Explorer._compile_for": "the batches that a model is compiled for may be too large",
     "fit/explore.py Explorer._mid_run": "state and gradients of a run are allocated as a trial",
     "fit/micro_batcher.py MicroBatcher.measure_dependence": "whether a split is exact is tried with a few samples",
+    "fit/micro_batcher.py MicroBatcher._compared": "what a comparison must put back is copied before it",
     "fit/explore.py Explorer._module_costs": "a forward pass that saves nothing may take more than there is",
     "fit/rescue.py allocate_ballast": "the memory of the optimizer's state and step is allocated as a trial",
     "fit/planner.py Planner._runs_beside_data": "a step is tried beside the data",

@@ -247,7 +247,7 @@ def live(seed: int, run: ResolvedRun, folder: Path) -> Told:
 
 def watch(session: Session, meter: SimulatedMeter, task: HeavyTask, told: Told) -> None:
     """Notes what each step took."""
-    run = session.engine.batcher.run_share
+    run = session.engine.batcher.add_share
 
     def noted(*arguments: Any, **keywords: Any) -> Any:
         before = meter.available_bytes()
@@ -259,7 +259,7 @@ def watch(session: Session, meter: SimulatedMeter, task: HeavyTask, told: Told) 
         told.steps.append(Step(need=need, available=available, peak=meter.peak_bytes(), parts=parts))
         return result
 
-    session.engine.batcher.run_share = noted  # type: ignore[method-assign]
+    session.engine.batcher.add_share = noted  # type: ignore[method-assign]
 
 
 def distance(session: Session, task: HeavyTask) -> float:

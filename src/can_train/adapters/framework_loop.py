@@ -10,7 +10,6 @@ import json
 import math
 import os
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -45,7 +44,15 @@ from can_train.factors.observations import ALLOCATOR, Observation, Outcome, next
 from can_train.factors.observing import AttemptRecord, PlannedMemory, device_of, make_observation, write_observation
 from can_train.factors.policies import make_policy
 from can_train.factors.store import FactorStore, rule_after
-from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, change_by_draws, no_dependence, percent
+from can_train.fit.batch_dependence import (
+    SPLIT,
+    UNKNOWN,
+    BatchDependence,
+    Comparisons,
+    change_by_draws,
+    no_dependence,
+    percent,
+)
 from can_train.fit.collate import Rows, leaves, numbers_in, samples_in, select_samples
 from can_train.fit.cost_model import DeviceLimits, SearchResult
 from can_train.fit.engine import Engine
@@ -246,7 +253,7 @@ class FrameworkLoop:
         self._reading: tuple[float, int] | None = None  # Cost and first bytes of the micro-batch that is measured now
         self._first_bytes = 0  # In use before an early step, which has the optimizer's state
         self._in_step = False  # Whether `whole` runs now
-        self._split_batches: Counter[str] = Counter()  # By their stage; empty: training
+        self._comparisons = Comparisons()
         self._optimizer_steps = 0
         self._not_undone = ""  # Why a step cannot be undone, as a clause
         self._uncounted = ""  # Why nobody knows the samples of the batch that was counted last, as a clause
@@ -387,7 +394,7 @@ class FrameworkLoop:
                 # In manual optimization the optimizers step before all is compared.
                 self.state.copy_parameters(self.optimizers if self.clears else ())
         try:
-            result = engine.batcher.run_share(parts, costs, denominators={LOSS: 1.0}, scale=scale)
+            result = engine.batcher.add_share(parts, costs, denominators={LOSS: 1.0}, scale=scale)
             starts = np.cumsum([0, *result.micro_batches[:-1]]).tolist()
             self._end_reading()
             if len(result.micro_batches) > 1 and not is_cut:
@@ -775,12 +782,8 @@ class FrameworkLoop:
         return Part(batch=selected, start=start, stop=stop, samples=samples)
 
     def _is_looked_at(self, stage: str) -> bool:
-        """Counts a batch of a stage (empty: training) that is split; tells whether it is compared with the whole: the
-        first, second, fourth, eighth, and so on. A mean over some samples (classes with weights, labels that are not
-        ignored) may be a mean over all in the first, and a total begin with 0.
-        """
-        self._split_batches[stage] += 1
-        return self._split_batches[stage].bit_count() == 1
+        """Counts a batch of a stage (empty: training) that is split; tells whether it is compared with the whole."""
+        return self._comparisons.is_due(stage)
 
     def _compare(self, parts: _Parts, micro_batches: tuple[int, ...]) -> None:
         """Compares the batch with its parts: the whole batch where memory never ran out, else the largest part, cut in

@@ -2,7 +2,8 @@
 the sums and denominators of a loss add up.
 
 A small batch is computed whole and split, with dropout off, and the gradients are compared. Where they differ, no split
-is exact, and the plan says so; a mean in the place of a sum is an error.
+is exact, and the plan says so; a mean in the place of a sum is an error. A few samples may not tell (a rare class, a
+term that begins later), so that batches are compared again and again, ever less often.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -54,6 +56,8 @@ _DRAWS: Final = re.compile(r"(rand|randn|normal|bernoulli|poisson)(_like)?|(norm
 _DRAWN: Final = 0.5  # Takes the place of random numbers where samples must have the same ones in a part as in the whole
 _LEAST_SHOWN: Final = 0.001  # Relative difference below which a sentence gives a bound: 0.0% reads as none
 _COUNT_TOLERANCE: Final = 1e-6  # Relative difference of two sums of denominators that is round-off
+# Kinds of batches that are counted each by itself. A loop that trains other parameters in every step has more.
+_MOST_KINDS: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +94,9 @@ class LossFault:
     def remedy(self, term: str) -> str:
         """Returns the line that is right."""
         if self.is_mean:
-            return f'Give the sum of n items (reduction="sum") or their mean times n: {{{term!r}: (mean * n, n)}}'
+            weighted = f"the sum of weighted losses and the sum of the weights: {{{term!r}: (total, weight)}}"
+            plain = f'Give the sum of n items (reduction="sum") or their mean times n: {{{term!r}: (mean * n, n)}}'
+            return f"{plain}. Of a weighted mean, give {weighted}"
         return f"Give the number n of items in the sum: {{{term!r}: (total, n)}}"
 
 
@@ -110,6 +116,23 @@ class BatchDependence:
     trains: bool = True  # Whether the loss has a gradient of any parameter
     measured: bool = True  # Whether it could be measured, which takes memory; if not, nothing is known
     unknown_because: str = "A few samples could not be computed both at once and split"
+
+    def joined(self, later: BatchDependence) -> BatchDependence:
+        """Returns all that is known after a later comparison, too."""
+        if not later.measured:
+            return self
+        if not self.measured:
+            return later
+        terms = {**self.terms, **{term: max(change, self.terms.get(term, 0.0)) for term, change in later.terms.items()}}
+        modules = tuple(dict.fromkeys((*self.modules, *later.modules)))
+        return replace(later, terms=terms, modules=modules, drops=self.drops or later.drops)
+
+    def news(self, earlier: BatchDependence | None) -> BatchDependence:
+        """Returns of a comparison the dependences that an earlier one did not tell."""
+        if earlier is None:
+            return self
+        terms = {term: change for term, change in self.terms.items() if term not in earlier.terms}
+        return replace(self, terms=terms, modules=self.modules if terms else (), measured=True)
 
     def sentences(self, *, split: bool, ranks: int = 1) -> list[str]:
         """Returns the sentences of a plan about it; `split` tells whether its batches are split, as most never are, and
@@ -147,10 +170,33 @@ class BatchDependence:
                             remedy="Compute it from the outputs of the model that is given, "
                                    "without detach(), item(), argmax() or torch.no_grad()")  # fmt: skip
 
-    def warn(self, instead: str = "") -> None:
+    def warn(self, instead: str = "", *, stacklevel: int = 3) -> None:
         """Warns of it, but for dropout, which most models have; `instead` is a sentence in place of the usual ones."""
         for sentence in [instead] if instead else self.sentences(split=False):
-            warnings.warn(f"{sentence}.", stacklevel=3)
+            warnings.warn(f"{sentence}.", stacklevel=stacklevel)
+
+
+class Comparisons:
+    """Decides which of the batches that are split are compared with the whole. A mean over some samples (classes with
+    weights, labels that are not ignored) may be a mean over all in the first batch, and a term may begin with 0.
+    """
+
+    def __init__(self) -> None:
+        self._batches: Counter[Hashable] = Counter()
+        self._terms: dict[Hashable, set[str]] = {}
+
+    def is_due(self, kind: Hashable = "", terms: Iterable[str] = ()) -> bool:
+        """Counts a batch; tells whether it is compared: of each kind (the stage of a loop, the parameters that are
+        trained) the first, second, fourth, eighth, and so on, and a batch with a loss term that no batch of the kind
+        had.
+        """
+        if kind not in self._batches and len(self._batches) >= _MOST_KINDS:
+            kind = None
+        known = self._terms.setdefault(kind, set())
+        begins = not known.issuperset(terms)
+        known.update(terms)
+        self._batches[kind] += 1
+        return begins or self._batches[kind].bit_count() == 1
 
 
 # Parameters of a model whose products take a processor seconds: 100 million take 11 s.
@@ -218,20 +264,29 @@ class _Pass:
 
     Attributes:
         reached: Whether any parameter got a gradient.
+        outside: Tensors beside the model's parameters that have gradients, too; theirs follow those of the parameters.
     """
 
     sums: dict[str, float]
     counts: dict[str, float]
     gradients: Gradients
     reached: bool
+    outside: Sequence[Tensor] = ()
 
-    def with_terms(self, terms: Iterable[str], parameters: Sequence[nn.Parameter]) -> _Pass:
-        """Returns the pass with all of these terms. A term that its loss did not return is a sum of 0, of nothing."""
+    def aligned(self, terms: Iterable[str], parameters: Sequence[Tensor], outside: Sequence[Tensor]) -> _Pass:
+        """Returns the pass with all of these terms, and with the gradients of these tensors alone. A term that its loss
+        did not return is a sum of 0, of nothing.
+        """
         none = dict.fromkeys(terms, 0.0)
         # Expanded zeros take no memory.
-        zeros = [parameter.new_zeros(()).expand_as(parameter) for parameter in parameters]
-        return replace(self, sums=none | self.sums, counts=none | self.counts,
-                       gradients=dict.fromkeys(none, zeros) | self.gradients)  # fmt: skip
+        zeros = [_as_real(leaf.new_zeros(()).expand_as(leaf)) for leaf in (*parameters, *outside)]
+        places = {id(leaf): place for place, leaf in enumerate(self.outside, len(parameters))}
+        gradients = dict.fromkeys(none, zeros)
+        for term, own in self.gradients.items():
+            of_outside = [own[places[id(leaf)]] if id(leaf) in places else zero
+                          for leaf, zero in zip(outside, zeros[len(parameters) :], strict=True)]  # fmt: skip
+            gradients[term] = [*own[: len(parameters)], *of_outside]
+        return replace(self, sums=none | self.sums, counts=none | self.counts, gradients=gradients, outside=outside)
 
 
 @dataclass(frozen=True)
@@ -254,11 +309,15 @@ class _Passes:
         """Returns the relative L2 difference of the whole gradient from a sum of the parts' gradients with these
         weights; 0 where there is none.
         """
-        difference = size = 0.0
+        difference = size = of_parts = 0.0
         rows = (self.whole.gradients[term], self.first.gradients[term], self.second.gradients[term])
         for whole, one, other in zip(*rows, strict=True):
             difference += _square_sum(first * one + second * other - whole)
             size += _square_sum(whole)
+            of_parts += first**2 * _square_sum(one) + second**2 * _square_sum(other)
+        # Where a model has learned, the parts' gradients cancel each other, and what is left is their rounding.
+        if difference <= self.tolerance**2 * of_parts:
+            return 0.0
         return (difference / size) ** 0.5 if size > 0 else 0.0
 
     def adds_up(self, term: str) -> bool:
@@ -339,9 +398,10 @@ def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives som
 ) -> BatchDependence:
     """Compares the gradients of the first `sum(sizes)` samples of a batch, computed whole and in parts of these sizes;
     leaves the model, which is in training mode, as it was. On processors the products of a large model are folded.
+    Gradients of tensors outside of the model that the loss trains are compared, too.
 
     Args:
-        model: The model; at least one parameter is trained.
+        model: The model.
         losses_of: Computes the loss terms of samples `start:stop`.
         denominators: Denominators of the whole, where they are known without the loss.
         half: Whether matrix products run in half precision.
@@ -349,7 +409,9 @@ def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives som
         judges: Whether sums and denominators are judged, too.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    snapshot = Snapshot(model, parameters[0].device)
+    # A loss may train a head outside of a model that is frozen.
+    any_parameter = next(iter(parameters or model.parameters()))
+    snapshot = Snapshot(model, any_parameter.device)
     first, second = sizes
     normalising = {name: module for name, module in model.named_modules() if _normalises(module)}
     faults: dict[str, LossFault] = {}
@@ -361,14 +423,14 @@ def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives som
         divisors = whole.counts if denominators is None else denominators
         one = _pass(parameters, losses_of, (0, first), divisors)
         other = _pass(parameters, losses_of, (first, first + second), divisors)
-        whole, one, other = _with_all_terms((whole, one, other), parameters)
+        whole, one, other = _aligned((whole, one, other), parameters)
         return _Passes((first, second), whole, one, other, given=denominators, tolerance=tolerance)
 
     try:
         with _folded_if_large(model), NoDropout() as mode:
             computed = passes(0.0)
             # A loss may switch to half precision by itself.
-            tolerance = tolerance_of(parameters[0].dtype, half=half or mode.half)
+            tolerance = tolerance_of(any_parameter.dtype, half=half or mode.half)
             computed = replace(computed, tolerance=tolerance)
             change_of = computed.change if judges else partial(computed.difference, first=1.0, second=1.0)
             changes = {term: change_of(term) for term in computed.whole.sums}
@@ -440,7 +502,7 @@ def change_by_draws(model: nn.Module, losses_of: Callable[[int, int], Losses], s
             other = _pass(parameters, losses_of, (0, samples), None)
     finally:
         snapshot.restore()
-    one, other = _with_all_terms((one, other), parameters)
+    one, other = _aligned((one, other), parameters)
     twice = _Passes((samples, 0), one, other, other, given=None, tolerance=0.0)
     return max((twice.difference(term, 1.0, 0.0) for term in one.sums), default=0.0)
 
@@ -498,43 +560,52 @@ class NoDropout(TorchFunctionMode):
 
 
 def _pass(
-    parameters: list[nn.Parameter],
+    parameters: Sequence[Tensor],
     losses_of: Callable[[int, int], Losses],
     ends: tuple[int, int],
     divisors: Mapping[str, float] | None,
 ) -> _Pass:
-    """Computes the loss terms of samples, and each term's own gradient; without divisors, of its mean."""
+    """Computes the loss terms of samples, and each term's own gradient; without divisors, of its mean. A loss may train
+    more than the model.
+    """
     losses = losses_of(*ends)
+    known = {id(parameter) for parameter in parameters}
+    reached = {id(leaf): leaf for total, _ in losses.values() if total.requires_grad for leaf in leaves_of(total)}
+    outside = [leaf for key, leaf in reached.items() if key not in known]
+    leaves = [*parameters, *outside]
     counts = {term: float(own) for term, (_, own) in losses.items()}
-    divisors, reached, gradients = divisors or counts, False, dict[str, list[Tensor]]()
+    divisors, is_reached, gradients = divisors or counts, False, dict[str, list[Tensor]]()
     for left, (term, (total, _)) in enumerate(losses.items(), 1 - len(losses)):
         # A term that the whole batch lacks is divided by nothing.
         loss = total / (divisors.get(term) or 1.0)
         # A compiled model's graph cannot be kept.
-        own = _gradient(loss, parameters, retain_graph=left < 0) if loss.requires_grad else [None] * len(parameters)
-        reached |= any(gradient is not None for gradient in own)
-        gradients[term] = [_as_real(torch.zeros_like(parameter) if gradient is None else gradient)
-                           for gradient, parameter in zip(own, parameters, strict=True)]  # fmt: skip
+        own = _gradient(loss, leaves, retain_graph=left < 0) if loss.requires_grad else [None] * len(leaves)
+        is_reached |= any(gradient is not None for gradient in own[: len(parameters)])
+        gradients[term] = [_as_real(torch.zeros_like(leaf) if gradient is None else gradient)
+                           for gradient, leaf in zip(own, leaves, strict=True)]  # fmt: skip
     sums = {term: float(total.detach()) for term, (total, _) in losses.items()}
-    return _Pass(sums, counts, gradients, reached)
+    return _Pass(sums, counts, gradients, is_reached, outside)
 
 
-def _with_all_terms(passes: Sequence[_Pass], parameters: Sequence[nn.Parameter]) -> list[_Pass]:
-    """Returns passes with the terms of each other: a loss may leave out a term that has nothing in some samples."""
+def _aligned(passes: Sequence[_Pass], parameters: Sequence[Tensor]) -> list[_Pass]:
+    """Returns passes with the terms and tensors of each other: a loss may leave out a term that has nothing in some
+    samples. Tensors that a single pass has reached are left out: inputs that ask for a gradient are made in each pass.
+    """
     terms = dict.fromkeys(term for one in passes for term in one.sums)
-    return [one.with_terms(terms, parameters) for one in passes]
+    leaves = {id(leaf): leaf for one in passes for leaf in one.outside}
+    reached = Counter(id(leaf) for one in passes for leaf in one.outside)
+    outside = [leaf for key, leaf in leaves.items() if reached[key] > 1]
+    return [one.aligned(terms, parameters, outside) for one in passes]
 
 
-def _gradient(loss: Tensor, parameters: list[nn.Parameter], *, retain_graph: bool) -> list[Tensor | None]:
+def _gradient(loss: Tensor, leaves: Sequence[Tensor], *, retain_graph: bool) -> list[Tensor | None]:
     """Computes gradients as `autograd.grad` does, which reentrant checkpoints silently give none."""
-    # A loss may train more than the model.
-    leaves = {id(leaf): leaf for leaf in (*parameters, *leaves_of(loss))}.values()
     earlier = [(leaf, leaf.grad) for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
     try:
         loss.backward(retain_graph=retain_graph)
-        return [parameter.grad for parameter in parameters]
+        return [leaf.grad for leaf in leaves]
     finally:
         for leaf, gradient in earlier:
             leaf.grad = gradient

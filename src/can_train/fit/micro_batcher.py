@@ -25,11 +25,11 @@ from torch.optim import Optimizer
 
 from can_train.config.settings import CHOICES, check_choice
 from can_train.errors import ArgumentError, check_functions, check_kinds, shown
-from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
+from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, Comparisons, measure_batch_dependence
 from can_train.fit.cost_model import DeviceLimits
 from can_train.fit.offloaded_state import OffloadedState, keep_states, refusal_of
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of
-from can_train.fit.pass_state import leaves_of, parameters_of
+from can_train.fit.pass_state import HeldState, leaves_of, modules_of, parameters_of
 from can_train.fit.peak_prediction import PeakPrediction
 from can_train.fit.precision import HalfGradients
 from can_train.fit.repetitions import NOT_REPEATABLE, Repetitions, is_not_repeatable
@@ -358,8 +358,11 @@ class MicroBatcher:
 
     Attributes:
         batch_dependence: Whether samples depend on the rest of their batch, so that no split has the batch's gradient
-            (BatchNorm, contrastive losses). Measured, and warned of, when `run` splits a batch for the first time; None
-            until then.
+            (BatchNorm, contrastive losses). Measured, and each term warned of once, when `run` or `run_share` splits
+            the first, second, fourth, eighth (and so on) batch; anew when other parameters are trained, modules switch
+            between training and evaluation, or a term begins; None until then.
+        compares: Whether `run` and `run_share` compare batches that are split with the whole, and judge their sums and
+            denominators; if not, the caller does.
         compiled: The compiler of the model, which a part that it fails for is computed without; None: there is none.
         ladder: The rungs that a step may be computed on.
         other: Computes the steps that try another rung; None: there are none.
@@ -411,6 +414,9 @@ class MicroBatcher:
         self._halves = HalfGradients()
         self._trains_outside = False  # Whether there ever was such a tensor
         self.batch_dependence: BatchDependence | None = None
+        self.compares = True
+        self._comparisons = Comparisons()
+        self._whole_fits = True  # Whether memory never ran out for a whole batch in a comparison
         self.compiled: CompiledModel | None = None
         self.other: MicroBatcher | None = None
         self.shards = shards
@@ -497,29 +503,75 @@ class MicroBatcher:
                 has the wrong shape. After any error `.grad` has also the gradients of the parts that were computed
                 before it.
         """
-        costs, self._had_gradient = self._whole_batch(batch), False
+        costs = self._whole_batch(batch)
         # Hooks may be registered after the batcher was made.
         if (refusal := _hooked_because(self._model)) is not None:
             raise refusal
-        result = self.run_share(losses_of, costs, denominators=denominators, weights=weights, scale=scale)
+        result = self.add_share(losses_of, costs, denominators=denominators, weights=weights, scale=scale)
         check_denominators(result, denominators, size=len(costs))
-        for term, own in result.denominators.items():
-            # Reading a mean makes the host wait.
-            if not own:
-                check_zero(term, result.means[term], own, f"in a batch of {len(costs)} samples")
+        _check_zeros(result, f"in a batch of {len(costs)} samples")
+        self._judge(losses_of, result)
+        return result
+
+    def _judge(self, losses_of: Callable[[int, int], Losses], result: BatchResult) -> None:
+        """Compares a batch or a share with the whole, where that is due: raises where it would train something else,
+        and warns where a split changes its gradient.
+        """
         if not self._had_gradient and any(result.denominators.values()):
             raise ArgumentError(
                 "At least one loss term needs a gradient", value=f"none of {sorted(result.means)} does",
                 remedy="Compute them from the model's parameters, and not under torch.no_grad()",
             )  # fmt: skip
-        if len(result.micro_batches) > 1 and self.batch_dependence is None:
-            has_room = not self._rescue.ooms
-            measured = self.measure_dependence(losses_of, result.micro_batches, has_room=has_room, judges=True)
-            self.batch_dependence = measured
-            for term, fault in measured.faults.items():
-                raise ArgumentError(fault.fact(term), value=fault.numbers, remedy=fault.remedy(term))
-            self.batch_dependence.warn()
-        return result
+        if not self.compares or not self.is_compared(result):
+            return
+        measured = self._compared(losses_of, result.micro_batches)
+        news = self.learn_dependence(measured)
+        for term, fault in measured.faults.items():
+            raise ArgumentError(fault.fact(term), value=fault.numbers, remedy=fault.remedy(term))
+        # At the line that called `run` or `run_share`.
+        news.warn(stacklevel=4)
+
+    def is_compared(self, result: BatchResult) -> bool:
+        """Counts a batch or a share that was split; tells whether it is compared with the whole."""
+        # Passes of shards wait for other ranks, and a compiler chooses kernels by the batches that it sees.
+        if len(result.micro_batches) < 2 or self.shards is not None or self.compiled is not None:
+            return False
+        modes = (module.training for module in modules_of(self._model))
+        is_due = self._comparisons.is_due((*self._trainable, *modes), result.means)
+        told = () if self.batch_dependence is None else self.batch_dependence.terms
+        return is_due and not all(term in told for term in result.means)
+
+    def learn_dependence(self, measured: BatchDependence) -> BatchDependence:
+        """Joins a comparison to those before; returns its news."""
+        earlier = self.batch_dependence
+        self.batch_dependence = measured if earlier is None else earlier.joined(measured)
+        return measured.news(earlier)
+
+    def _compared(self, losses_of: Callable[[int, int], Losses], micro_batches: tuple[int, ...]) -> BatchDependence:
+        """Compares a batch with its parts, and puts back all that calls of `losses_of` have changed: gradients that
+        they write by themselves, and the state of objects that they use (metrics, counters, modules outside the model).
+        """
+        held: HeldState | None = None
+        # Objects may be anybody's, and fail where they are looked at.
+        with suppress(Exception), CatchOutOfMemory(), self._meter.active():
+            held = HeldState(losses_of, self._model, self._meter.device)
+        if held is None:
+            return UNKNOWN
+        outside = [leaf for one in self._outside if (leaf := one()) is not None]
+        weights = [parameter for module in held.modules for parameter in parameters_of(module)]
+        leaves = {id(leaf): leaf for leaf in (*weights, *outside)}.values()
+        gradients = [(leaf, leaf.grad) for leaf in leaves if leaf.is_leaf]
+        for leaf, gradient in gradients:
+            # Passes would add to it in place.
+            if gradient is not None:
+                leaf.grad = None
+        try:
+            has_room = self._whole_fits and not self._rescue.ooms
+            return self.measure_dependence(losses_of, micro_batches, has_room=has_room, judges=True)
+        finally:
+            held.restore()
+            for leaf, gradient in gradients:
+                leaf.grad = gradient
 
     def measure_dependence(
         self,
@@ -549,6 +601,7 @@ class MicroBatcher:
                     sizes = (first, samples - first)
                     return measure_batch_dependence(self._model, losses_of, None, half=half, sizes=sizes, judges=judges)
                 self._meter.release()
+                self._whole_fits &= samples < sum(micro_batches)
         except Exception:  # noqa: BLE001 - a look at the loop must not end it
             return UNKNOWN
         finally:
@@ -568,8 +621,32 @@ class MicroBatcher:
         """Adds the gradient of one rank's share of a logical batch to `.grad`, as `run` does; a share may be empty.
 
         Sample 0 is the share's first, but `denominators` are the whole batch's: the gradients of all ranks add up to
-        the batch's gradient. The caller adds them up once a batch, since ranks need not have as many parts.
+        the batch's gradient. The caller adds them up once a batch, since ranks need not have as many parts. A rank that
+        splits its share compares the share with its parts as `run` does, by itself.
+
+        Raises:
+            ArgumentError: A sum is a mean, the denominators of parts are not those of the share, or an argument has the
+                wrong shape.
         """
+        result = self.add_share(losses_of, batch, denominators=denominators, weights=weights, scale=scale)
+        if result.micro_batches and self.compares:
+            # Reading denominators that are on the device makes the host wait.
+            if not isinstance(result.denominators, LateNumbers):
+                _check_zeros(result, f"in a share of {sum(result.micro_batches)} samples")
+            self._judge(losses_of, result)
+        return result
+
+    def add_share(
+        self,
+        losses_of: Callable[[int, int], Losses],
+        batch: BatchCosts | Counts | int,
+        *,
+        denominators: Mapping[str, float | Tensor] | None,
+        weights: Mapping[str, float] | None = None,
+        scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+    ) -> BatchResult:
+        """Adds the gradient of a share as `run_share` does, and compares nothing: for callers that do it."""
+        self._had_gradient = False
         _check_call(losses_of, denominators, weights, scale)
         costs = self.costs_of(batch)
         if not len(costs) and self.shards is None:
@@ -956,6 +1033,13 @@ def _listed(optimizers: Any) -> list[Optimizer]:
     for optimizer in listed:
         check_kinds("a list of optimizers", Optimizer, "Give optimizers=[optimizer]", optimizers=optimizer)
     return listed
+
+
+def _check_zeros(result: BatchResult, where: str) -> None:
+    """Checks the sums of terms without a denominator. Reading a mean makes the host wait."""
+    for term, own in result.denominators.items():
+        if not own:
+            check_zero(term, result.means[term], own, where)
 
 
 def _planned(sizes: Any, samples: int) -> tuple[int, ...]:

@@ -8,16 +8,19 @@ import ctypes
 import operator
 import random
 import struct
+import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 # Of a list or dictionary that a module hands on. What is larger or deeper is looked up, and has no state of a pass.
@@ -262,6 +265,13 @@ _STATES: Final[dict[type, _Kind]] = {
     np.random.Generator: _Kind(lambda held: deepcopy(held.bit_generator.state), _write_bits),
     np.random.RandomState: _Kind(np.random.RandomState.get_state, np.random.RandomState.set_state),
 }
+_DEEPEST_HELD: Final = 4  # Objects inside of each other that a function is looked through for
+_MOST_COPIED_BYTES: Final = 2**26  # Of small tensors that a function holds, all together
+_MOST_BYTES_IN_MODULES: Final = 2**24  # Of a tensor that a module keeps, such as the counts of a metric
+# Values without a state of their own.
+_PLAIN: Final = (int, float, complex, str, bytes, type(None), type, ModuleType, torch.device, torch.dtype, np.generic,
+                 BuiltinFunctionType)  # fmt: skip
+_LIBRARIES: Final = frozenset({"torch", "numpy", "can_train"})  # Beside Python's own: their objects have no such state
 _OF_EVERY_MODULE: Final = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl"})
 _FORGOTTEN: Final = object()
 _CUT_OFF: Final = object()
@@ -312,6 +322,154 @@ class Snapshot:
         for module in self._modules if self._has_buffers else ():
             for name in [name for name, _ in module._buffers.items() if (id(module), name) not in known]:
                 delattr(module, name)
+
+
+class HeldState:
+    """State of the objects that a function holds: of its closure and its globals, of the object that it is a method
+    of, and of objects inside of those. A call of the function can be undone as far as it changed numbers, lists and
+    dictionaries, generators, modules (their buffers and attributes, metrics among them), small tensors and plain
+    objects. Weights and their gradients are no such state.
+
+    Args:
+        function: The function.
+        model: A model; its modules' attributes are state, too.
+        device: The device of the generator.
+
+    Attributes:
+        modules: The modules that the function holds, and the model.
+    """
+
+    def __init__(self, function: Callable[..., Any], model: nn.Module, device: torch.device) -> None:
+        self._known: dict[int, tuple[Any, bool]] = {}  # Objects, which keep their ids, and whether their state is known
+        self._cells: list[tuple[CellType, Any]] = []
+        self._globals: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._objects: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._arrays: list[tuple[NDArray[Any], NDArray[Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[Tensor, int, Tensor]] = []
+        self._bytes = 0  # Of copies of tensors and arrays
+        self.modules: list[nn.Module] = []
+        self._visit(model, 0)
+        self._visit(function, 0)
+        self._of_modules = Snapshot(nn.ModuleList(self.modules), device)
+
+    def _visit(self, value: Any, depth: int) -> bool:
+        """Reads the state of an object; returns whether all of it can be put back."""
+        if (known := self._known.get(id(value))) is not None:
+            return known[1]
+        # Until it has been read: it may hold itself.
+        self._known[id(value)] = value, True
+        if len(self._known) > _MOST_ITEMS_IN_ALL:
+            return False
+        understood = self._read(value, depth)
+        self._known[id(value)] = value, understood
+        return understood
+
+    def _visit_all(self, values: Iterable[Any], depth: int) -> bool:
+        # None is left out after the first whose state is not known.
+        return min([self._visit(value, depth) for value in values], default=True)
+
+    def _read(self, value: Any, depth: int) -> bool:
+        if isinstance(value, _PLAIN):
+            return True
+        if isinstance(value, Tensor):
+            self._read_tensor(value, _MOST_HELD_BYTES)
+            return True
+        if isinstance(value, nn.Module):
+            self.modules.append(value)
+            for part in modules_of(value):
+                for name in vars(part).keys() - _OF_EVERY_MODULE:
+                    if isinstance(attribute := vars(part)[name], Tensor):
+                        self._read_tensor(attribute, _MOST_BYTES_IN_MODULES)
+                    else:
+                        self._visit(attribute, depth + 1)
+            return True
+        if isinstance(value, np.ndarray):
+            if value.nbytes <= _MOST_HELD_BYTES and value.flags.writeable and self._has_room(value.nbytes):
+                self._arrays.append((value, value.copy()))
+            return True
+        if type(value) in _STATES:
+            self._containers.append((value, _STATES[type(value)].read(value)))
+        if depth >= _DEEPEST_HELD:
+            return type(value) in _STATES
+        if isinstance(value, (*_SEQUENCES, tuple)):
+            items = value.values() if isinstance(value, dict) else value
+            return len(value) > _MOST_ITEMS or self._visit_all(items, depth + 1)
+        if isinstance(value, partial):
+            return self._visit_all((value.func, *value.args, *value.keywords.values()), depth)
+        if isinstance(value, MethodType):
+            return self._visit_all((value.__self__, value.__func__), depth)
+        if isinstance(value, FunctionType):
+            return self._read_function(value, depth)
+        return type(value) in _STATES or self._read_object(value, depth)
+
+    def _read_tensor(self, tensor: Tensor, most_bytes: int) -> None:
+        is_weight = tensor.requires_grad or tensor.is_inference()
+        if is_weight or tensor.layout is not torch.strided or tensor.is_meta:
+            return
+        if tensor.nbytes <= most_bytes and self._has_room(tensor.nbytes):
+            self._tensors.append((tensor, tensor._version, tensor.clone()))
+
+    def _has_room(self, size_bytes: int) -> bool:
+        """Counts the bytes of a copy, and tells whether it may be made: functions may hold whole data sets."""
+        self._bytes += size_bytes
+        return self._bytes <= _MOST_COPIED_BYTES
+
+    def _read_function(self, function: FunctionType, depth: int) -> bool:
+        if _is_of_library(function.__module__):
+            return True
+        names = dict.fromkeys(_names_in(function.__code__))
+        held = {name: function.__globals__[name] for name in names if name in function.__globals__}
+        known = {name: value for name, value in held.items() if self._visit(value, depth + 1)}
+        self._globals.append((function.__globals__, known))
+        for cell in function.__closure__ or ():
+            # The cell of a name that has no value yet is empty.
+            with suppress(ValueError):
+                if self._visit(contents := cell.cell_contents, depth + 1):
+                    self._cells.append((cell, contents))
+        return self._visit_all(function.__defaults__ or (), depth + 1)
+
+    def _read_object(self, value: Any, depth: int) -> bool:
+        if _is_of_library(type(value).__module__) or not hasattr(value, "__dict__"):
+            return False
+        owner = vars(value)
+        understood = self._visit_all(owner.values(), depth + 1)
+        # The place in a file or in an iterator cannot be put back, nor may the numbers beside it then.
+        if understood and not hasattr(type(value), "__next__"):
+            self._objects.append((owner, dict(owner)))
+            return True
+        return False
+
+    def restore(self) -> None:
+        """Puts the state back."""
+        self._of_modules.restore()
+        for tensor, version, value in self._tensors:
+            if tensor._version != version:
+                with torch.no_grad():
+                    written_back(tensor, value)
+        for array, numbers in self._arrays:
+            array[...] = numbers
+        for held, contents in self._containers:
+            _STATES[type(held)].write(held, contents)
+        for cell, contents in self._cells:
+            cell.cell_contents = contents
+        for owner, values in self._globals:
+            owner.update({name: value for name, value in values.items() if owner.get(name) is not value})
+        for owner, values in self._objects:
+            _write_dict(owner, values)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Yields the names of globals and attributes in a function, and in functions inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _is_of_library(module: str | None) -> bool:
+    root = (module or "").partition(".")[0]
+    return root in _LIBRARIES or root in sys.stdlib_module_names
 
 
 def written_back(buffer: Tensor, value: Tensor) -> Tensor:

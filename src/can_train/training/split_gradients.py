@@ -162,7 +162,7 @@ class _Batch:
                                rescue=RescueSettings(adaptive=False))  # fmt: skip
         snapshot = Snapshot(self.model, self.meter.device)
         self.model.zero_grad()
-        result = batcher.run_share(losses_of, sum(sizes), denominators=denominators, weights=self.weights or None)
+        result = batcher.add_share(losses_of, sum(sizes), denominators=denominators, weights=self.weights or None)
         snapshot.restore()
         gradient = torch.cat([one.grad.flatten() for one in self.model.parameters() if one.grad is not None])
         return sum(self.weights.get(term, 1.0) * mean for term, mean in result.means.items()), gradient

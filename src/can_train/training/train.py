@@ -779,7 +779,7 @@ def _accumulate(
             engine.optimization.scaler.scale(torch.zeros((), device=device))
         try:
             with engine.timed(progress.step, rows[share]) as (batcher, costs):
-                result = batcher.run_share(
+                result = batcher.add_share(
                     losses_of,
                     costs,
                     denominators=denominators.by_term,
