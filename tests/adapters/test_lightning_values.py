@@ -273,3 +273,138 @@ def test_centers_that_a_step_moves_are_no_random_numbers(lightning: ModuleType, 
 
     with pytest.warns(UserWarning, match="Batches are not split: cutting one changes its gradient by"):
         run(trainer_of(lightning, tmp_path, limits=7), "fit", Centered(), data(20))
+
+
+def series(lightning: Any) -> Any:
+    """A module in PyTorch's layout of sequences [time, samples, features], with a state of [layers, samples, width]."""
+
+    class Series(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.rnn, self.out = nn.GRU(6, 8, num_layers=2).double(), nn.Linear(8, CLASSES).double()
+            self.features: Any = None
+            self.state: Any = None
+            self.seen: Any = None
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            x = batch[0].expand(5, *batch[0].shape)
+            features, state = self.rnn(x)
+            self.features, self.state = features.detach(), (state.detach(), state.detach() * 2)
+            return F.cross_entropy(self.out(features[-1]), batch[1])
+
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.seen = self.rnn(batch[0].expand(5, *batch[0].shape))[0]
+
+        def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            sequences: Tensor = self.out(self.rnn(batch[0].expand(5, *batch[0].shape))[0])
+            return sequences
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Series()
+
+
+@pytest.mark.parametrize("limits", [{"limits": 10}, {"limits": 7}, {"limits": 1}])
+def test_rows_along_another_dimension_are_those_of_whole_batches(
+    lightning: ModuleType, tmp_path: Path, limits: dict[str, Any]
+) -> None:
+    plain, split = series(lightning), series(lightning)
+    kept, predicted = [], []
+    for module, given in ((plain, {}), (split, limits)):
+        run(trainer_of(lightning, tmp_path, **given), "fit", module, data(20))
+        run(trainer_of(lightning, tmp_path, limit_val_batches=1.0, **given), "validate", module, data(20))
+        kept.append([module.features, *module.state, module.seen])
+        predicted.append(trainer_of(lightning, tmp_path, **given).predict(module, data(20)))
+    for one, other in zip([*kept[0], *predicted[0]], [*kept[1], *predicted[1]], strict=True):
+        torch.testing.assert_close(other, one, **CLOSE)
+
+
+def test_predictions_that_compare_all_samples_are_computed_whole(lightning: ModuleType, tmp_path: Path) -> None:
+    class Similarities(type(series(lightning))):  # type: ignore[misc] # a class that is made in a function
+        def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return batch[0] @ batch[0].T
+
+    found = trainer_of(lightning, tmp_path).predict(Similarities(), data(20))
+    with pytest.warns(UserWarning, match=r"not split: the output of its parts cannot be joined \(shapes") as caught:
+        split = trainer_of(lightning, tmp_path, limits=10).predict(Similarities(), data(20))
+    assert len([one for one in caught if "not split" in str(one.message)]) == 1
+    assert all(torch.equal(one, other) for one, other in zip(found, split, strict=True))
+
+
+def test_a_step_that_keeps_what_parts_do_not_make_up_is_not_split(lightning: ModuleType, tmp_path: Path) -> None:
+    class Comparing(type(series(lightning))):  # type: ignore[misc] # a class that is made in a function
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.similar = batch[0] @ batch[0].T
+            loss: Tensor = super().training_step(batch, batch_idx)
+            return loss
+
+    plain, split = Comparing(), Comparing()
+    run(trainer_of(lightning, tmp_path), "fit", plain, data(20))
+    with pytest.warns(UserWarning, match="Batches are not split: 'similar' of its parts cannot be joined"):
+        run(trainer_of(lightning, tmp_path, limits=10), "fit", split, data(20))
+    assert torch.equal(split.similar, plain.similar)
+    assert torch.equal(split.out.weight, plain.out.weight)
+
+
+def test_a_queue_of_the_latest_outputs_is_not_split(lightning: ModuleType, tmp_path: Path) -> None:
+    """As MoCo has it: a part writes where the part before it has written."""
+
+    def queueing(*, as_buffer: bool) -> Any:
+        class Queueing(type(keeping_module(lightning))):  # type: ignore[misc] # a class that is made in a function
+            def __init__(self) -> None:
+                super().__init__()
+                queue = torch.ones(32, CLASSES, dtype=torch.float64)
+                if as_buffer:
+                    self.register_buffer("queue", queue)
+                else:
+                    self.queue = queue
+                self.place = 0
+
+            def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+                out = self.layers(batch[0])
+                negatives = self.queue.clone()
+                places = (self.place + torch.arange(len(out))) % 32
+                self.queue[places] = out.detach()
+                self.place = int(places[-1]) + 1
+                return F.cross_entropy(torch.cat([out, out @ negatives.T], 1), batch[1])
+
+        return Queueing()
+
+    for as_buffer in (True, False):
+        plain, split = queueing(as_buffer=as_buffer), queueing(as_buffer=as_buffer)
+        run(trainer_of(lightning, tmp_path), "fit", plain, data(10))
+        with pytest.warns(UserWarning, match="Batches are not split: 'queue', which its step keeps, is no total"):
+            run(trainer_of(lightning, tmp_path, limits=5), "fit", split, data(10))
+        assert torch.equal(split.queue, plain.queue)
+        assert torch.equal(split.kept()["weights"], plain.kept()["weights"])
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("is_tuple", [False, True])
+def test_a_part_begins_with_its_rows_of_the_state_that_the_batch_before_has_left(
+    lightning: ModuleType, tmp_path: Path, first: int, is_tuple: bool
+) -> None:
+    """Memory runs out in the first batch, or in the third, when a state is there."""
+
+    class Stateful(type(series(lightning))):  # type: ignore[misc] # a class that is made in a function
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if self.fails and batch_idx >= first and len(batch[0]) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+            state: Any = self.state[0] if isinstance(self.state, tuple) else self.state
+            state = state if state is not None and state.shape[1] == len(batch[0]) else None
+            features, state = self.rnn(batch[0].expand(5, *batch[0].shape), state)
+            self.state: Any = (state.detach(), state.detach().square()) if is_tuple else state.detach()
+            return F.cross_entropy(self.out(features[-1]), batch[1])
+
+    weights = []
+    for fails in (False, True):
+        module = Stateful()
+        module.fails = fails
+        callbacks = [MicroBatchCallback(LoopSettings(learn=False))] if fails else []
+        trainer = trainer_of(lightning, tmp_path)
+        trainer.callbacks += callbacks
+        run(trainer, "fit", module, data(8))
+        weights.append(torch.cat([one.detach().flatten() for one in module.parameters()]))
+    torch.testing.assert_close(weights[1], weights[0], **CLOSE)

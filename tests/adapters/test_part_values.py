@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from can_train.adapters.part_values import ATTRIBUTE, Combination, Kinds
+from can_train.adapters.part_values import ATTRIBUTE, Combination, Kinds, UnjoinableError
 
 SIZES = (2, 4, 3)
 VALUES = torch.tensor([3.0, 1.0, 4.0, 1.5, 5.0, 9.0, 2.5, 6.0, 5.5], dtype=torch.float64)
@@ -47,6 +47,9 @@ def combined(compute: Any, kinds: Kinds, *, by_tokens: bool = False) -> Any:
         lambda values: torch.stack([values.mean(), 2 * values.mean()]),
         lambda values: values.max(),
         lambda values: 2 * values,
+        lambda values: values.expand(5, len(values)),
+        lambda values: (values.expand(1, 2, len(values)), values[None, :, None] * torch.ones(4, 1, 3)),
+        lambda values: values.repeat_interleave(2)[:, None] * torch.ones(1, 3),
         lambda values: {"n": len(values), "mean": values.mean()},
         lambda values: int(values.max()),
         lambda values: 7,
@@ -88,6 +91,53 @@ def test_a_value_of_unknown_kind_is_averaged_without_a_word() -> None:
     kinds = Kinds()
     assert combined(lambda values: float(values.mean()), kinds) == pytest.approx(float(VALUES.mean()))
     assert not kinds.newly_averaged()
+
+
+@pytest.mark.parametrize("place", [("output",), (ATTRIBUTE, 0, "hidden")])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_equal_parts_are_joined_along_the_one_dimension_that_has_their_samples(place: Any, dim: int) -> None:
+    whole = torch.arange(8.0 * 3 * 2).view(8, 3, 2).movedim(0, dim)
+    assert torch.equal(Combination((4, 4), (4, 4)).combine(whole.split(4, dim), place), whole)
+    assert torch.equal(Combination((5, 3), (5, 3)).combine(whole.split((5, 3), dim), place), whole)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "sizes", "told"),
+    [
+        ([(4, 4), (4, 4)], (4, 4), "may be joined along dimensions 0 and 1 \\(shapes \\[4, 4\\]\\)"),
+        ([(3, 3), (5, 5)], (3, 5), "cannot be joined \\(shapes \\[3, 3\\] and \\[5, 5\\]\\)"),
+        ([(2, 7), (2, 6)], (3, 5), "cannot be joined"),
+        ([(3,), (3, 1)], (3, 3), "cannot be joined"),
+    ],
+)
+def test_tensors_that_do_not_follow_each_other_in_one_way_are_refused(
+    shapes: list[tuple[int, ...]], sizes: tuple[int, int], told: str
+) -> None:
+    with pytest.raises(UnjoinableError, match=told):
+        Combination(sizes, sizes).combine([torch.ones(shape) for shape in shapes], ("output",))
+
+
+def test_a_comparison_tells_which_of_two_dimensions_has_the_samples_and_that_none_has() -> None:
+    kinds, place = Kinds(), ("output",)
+    kinds.learn(place, torch.zeros(4, 8), [torch.zeros(4, 3), torch.zeros(4, 5)], (3, 5))
+    assert Combination((4, 4), (4, 4), kinds).combine([torch.ones(4, 4)] * 2, place).shape == (4, 8)
+    kinds.learn(place, torch.zeros(8, 8), [torch.zeros(3, 3), torch.zeros(5, 5)], (3, 5))
+    with pytest.raises(UnjoinableError):
+        Combination((4, 4), (4, 4), kinds).combine([torch.ones(4, 4)] * 2, place)
+
+
+def test_single_samples_are_rows_of_an_output_and_a_buffer_of_one_number_has_none() -> None:
+    combination = Combination((1, 1), (1, 1))
+    assert combination.combine([torch.ones(1, 1, 5)] * 2, ("output",)).shape == (2, 1, 5)
+    pointer = [torch.tensor([3]), torch.tensor([3])]
+    assert combination.combine(pointer, (ATTRIBUTE, -1, "pointer"), torch.tensor([2])).shape == (1,)
+
+
+def test_a_tensor_of_unknown_kind_is_averaged_and_named() -> None:
+    kinds = Kinds()
+    found = Combination((4, 4), (4, 4), kinds).combine([torch.zeros(3), torch.ones(3)], ("output", "spread"))
+    assert torch.equal(found, torch.full((3,), 0.5))
+    assert kinds.newly_guessed() == ["'spread'"]
 
 
 KEPT: dict[str, Callable[[float, Tensor], float]] = {

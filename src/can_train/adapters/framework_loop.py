@@ -10,8 +10,8 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from can_train.adapters.part_values import Kinds, Part, SplitRefusedError
+from can_train.adapters.part_values import Kinds, Part, SplitRefusedError, UnjoinableError
 from can_train.adapters.step_state import CHANGED, PartStates, StepState, versions_of
 from can_train.config.resolved import state_folder
 from can_train.config.settings import CHOICES, FactorSettings, check_choice
@@ -104,6 +104,7 @@ _MOVES: Final = (
     "Change them once a batch, outside of the step (on_train_batch_end in Lightning, on_step_end of a callback in "
     f"transformers). Or {_SMALLER[0].lower()}{_SMALLER[1:]}"
 )
+_IN_ROWS: Final = f"Give the tensor a row for each sample, along one dimension. Or {_SMALLER[0].lower()}{_SMALLER[1:]}"
 _OWN_FUNCTIONS: Final = (
     "Give LoopSettings(select=..., counts=...): select(batch, rows) takes samples out of a batch, and counts(batch) "
     f"counts them. Or {_SMALLER[0].lower()}{_SMALLER[1:]}"
@@ -400,20 +401,27 @@ class FrameworkLoop:
             if len(result.micro_batches) > 1 and not is_cut:
                 is_looked_at = self._is_looked_at("")
             if is_looked_at and self.compares:
-                self._compare(parts, result.micro_batches)
+                with self.noticing_rows(len(costs)):
+                    self._compare(parts, result.micro_batches)
         except BaseException:
+            for parameter, gradient in earlier:
+                parameter.grad = gradient
+            raise
+        whole = 1.0 if self.is_sum else sum(parts.shares[start] for start in starts)
+        shares = dict(zip(starts, result.micro_batches, strict=True)) if self.is_sum else parts.shares
+        weights = {start: shares[start] / (len(costs) if self.is_sum else whole) for start in starts}
+        try:
+            with self.joining():
+                parts.states.join(weights, self.kinds)
+        except SplitRefusedError:
             for parameter, gradient in earlier:
                 parameter.grad = gradient
             raise
         engine.record_result(result, is_counted=self.meter.counts_always)
         self._logical_batch = max(self._logical_batch, len(costs))
-        whole = 1.0 if self.is_sum else sum(parts.shares[start] for start in starts)
         if not math.isclose(whole, 1.0, rel_tol=_ROUND_OFF):
             torch._foreach_div_([one.grad for one in parameters if one.grad is not None], whole)
         add_to_gradients(earlier)
-        shares = dict(zip(starts, result.micro_batches, strict=True)) if self.is_sum else parts.shares
-        weights = {start: shares[start] / (len(costs) if self.is_sum else whole) for start in starts}
-        parts.states.join(weights, self.kinds)
         # On the device: reading it would make the host wait for it.
         loss = torch.stack([parts.losses[start] for start in starts]).sum() / whole
         return loss, weights
@@ -454,18 +462,41 @@ class FrameworkLoop:
         def computed(start: int, stop: int) -> tuple[Part, T]:
             part = self._part(batch, start, stop, len(costs))
             states.begin(start)
+            states.take_rows(start, stop, self.kinds)
             result = compute(part)
             states.end(start, stop)
             return replace(part, batch=None), result
 
         parts = engine.batcher.evaluate(computed, costs, self._evaluation_limit(costs))
         if stage and len(parts) > 1 and self._is_looked_at(stage):
-            self._look_at(batch, compute, stage, [part for part, _ in parts])
-        states.join({part.start: part.share for part, _ in parts}, self.kinds)
+            with self.noticing_rows(len(costs)):
+                self._look_at(batch, compute, stage, [part for part, _ in parts])
+        with self.joining():
+            states.join({part.start: part.share for part, _ in parts}, self.kinds)
         return parts
 
+    @contextmanager
+    def noticing_rows(self, samples: int) -> Iterator[None]:
+        """Opens a span in which values are compared. Where it shows that an attribute has a row for each sample, and it
+        had them before the batch, the parts began with the rows of other samples: the batch is computed again.
+        """
+        known = set(self.kinds.row_dims)
+        yield
+        if self.kinds.row_dims.keys() - known and self.state.kept_rows(self.kinds, slice(0, 1), samples):
+            raise SplitRefusedError
+
+    @contextmanager
+    def joining(self) -> Iterator[None]:
+        """Opens a span in which values of parts are joined: where they cannot be, batches are not split."""
+        try:
+            yield
+        except UnjoinableError as error:
+            raise self.refuse(str(error), _IN_ROWS) from None
+
     def _look_at(self, batch: Any, compute: Callable[[Part], Any], stage: str, parts: Sequence[Part]) -> None:
-        """Learns the kinds of an evaluation's values from as many samples as the largest part has, which fit."""
+        """Learns the kinds of an evaluation's values from as many samples as the largest part has, which fit; from all
+        where memory never ran out.
+        """
         after = StepState(self.model, self.meter.device, self.objects)
         after.read()
         of_all, outputs = parts[0].samples, dict[tuple[int, int], Any]()
@@ -474,12 +505,14 @@ class FrameworkLoop:
         def computed(start: int, stop: int) -> None:
             part = replace(self._part(batch, start, stop, of_all), is_trial=True)
             states.begin(start, metrics_too=False)
+            states.take_rows(start, stop, self.kinds)
             outputs[start, stop] = compute(part)
             states.end(start, stop)
 
         try:
             with self.trial_scope(), torch.no_grad():
-                spans = self._learn_kinds(computed, states, max(part.stop - part.start for part in parts))
+                largest = of_all if self.may_have_room else max(part.stop - part.start for part in parts)
+                spans = self._learn_kinds(computed, states, largest)
         finally:
             after.restore()
         if spans:
@@ -831,19 +864,30 @@ class FrameworkLoop:
             losses[-3], losses[-2] + losses[-1], rel_tol=_DREW
         )
         self.kinds.judge(list(trial.shares.values()) if is_weighted else None, is_random=is_random)
+        self.refuse_unless_made(trial.states)
+
+    def refuse_unless_made(self, states: PartStates) -> None:
+        """Raises SplitRefusedError where later steps may need a tensor that no arithmetic makes of its parts, such as a
+        queue of the latest outputs.
+        """
+        if name := states.not_made(self.kinds):
+            raise self.refuse(f"{name}, which its step keeps, is no total, mean or extreme of its parts", _SMALLER)
 
     def _measured(self, trial: _Parts, micro_batches: tuple[int, ...]) -> BatchDependence:
         """Measures the dependence of samples on each other; takes a loss for a sum where that explains it."""
         assert self.engine is not None, "a batch was split"
-        # A limit of the user's own need not be where memory ends.
-        has_room = self.settings.limits is not None and not self.engine.batcher.ooms_rescued
-        measure = partial(self.engine.batcher.measure_dependence, trial, micro_batches, has_room=has_room)
+        measure = partial(self.engine.batcher.measure_dependence, trial, micro_batches, has_room=self.may_have_room)
         dependence = measure()
         if dependence.terms and not dependence.modules:
             self.is_sum = True
             if measure().terms:
                 self.is_sum = False
         return dependence
+
+    @property
+    def may_have_room(self) -> bool:
+        """Whether a whole batch may fit: a limit of the user's own need not be where memory ends."""
+        return self.settings.limits is not None and self._engine is not None and not self._engine.batcher.ooms_rescued
 
     def _draws_alone(self, trial: _Parts, dependence: BatchDependence) -> bool:
         """Tells whether other random numbers change a gradient about as much as the split of its batch did."""
@@ -1072,6 +1116,7 @@ class _Parts:
     def __call__(self, start: int, stop: int) -> Losses:
         loop = self.loop
         self.states.begin(start, metrics_too=not self.is_trial)
+        self.states.take_rows(start, stop, loop.kinds)
         if not self.is_trial:
             loop.begin_reading(self.costs.cost(start, stop))
         part = self.part(start, stop)

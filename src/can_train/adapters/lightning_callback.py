@@ -106,6 +106,8 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
         self._others: tuple[Any, ...] = ()  # Arguments of the step beside its batch
         self._backward_calls = 0  # Backward passes of the whole step that ran last
         self._manual_step: ManualStep | None = None  # The step that runs now
+        # Why batches of an evaluation's step are not split, and its remedy, by the step's name.
+        self._whole: dict[str, tuple[str, str]] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Wraps the trainer's calls of the module's steps. Nothing is changed on the module, which may be copied."""
@@ -277,11 +279,22 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
 
             parts = loop.evaluate_parts(batch, compute, name)
             weights = {part.start: part.share for part, _ in parts}
-            calls.write(weights)
             combination = Combination([part_size(part) for part, _ in parts], list(weights.values()), loop.kinds)
-            return combination.combine([output for _, output in parts], (name,))
+            with loop.joining():
+                joined = combination.combine([output for _, output in parts], (name,))
+            calls.write(weights)
+            return joined
 
-        return loop.step(batch, partial(native, *arguments), in_parts, trains=False)
+        loop.prepare()
+        of_training = loop.refused, loop.remedy
+        if not loop.refused:
+            loop.refused, loop.remedy = self._whole.get(name, of_training)
+        try:
+            return loop.step(batch, partial(native, *arguments), in_parts, trains=False)
+        finally:
+            self._whole[name] = loop.refused, loop.remedy
+            # What cannot be joined in evaluation may be in training.
+            loop.refused, loop.remedy = of_training
 
     # Search
 

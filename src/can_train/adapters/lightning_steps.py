@@ -175,6 +175,8 @@ class Closure:
         earlier = _take_gradients(module.parameters())
         try:
             mean, weights = loop.run_parts(batch, loss_of, scale=scale)
+            with loop.joining():
+                joined = outputs.joined(weights)
             self._gradients = _take_gradients(module.parameters())
         except SplitRefusedError:
             if invalid:
@@ -184,15 +186,14 @@ class Closure:
             _put_gradients(earlier)
         with replaced(module, "_current_fx_name", "training_step"):
             calls.write(weights)
-        output = outputs.joined(weights)
-        if output is None:
+        if joined is None:
             return None
         touched = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if getattr(self.trainer.strategy.model, "find_unused_parameters", False):
             # DDP leaves a parameter without a gradient that no rank has used, and the optimizer does not move it.
             touched = [parameter for parameter, gradient in self._gradients if gradient is not None]
         loss = _Touched.apply(mean, *touched)  # type: ignore[no-untyped-call]
-        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+        return {**joined, "loss": loss} if isinstance(joined, Mapping) else loss
 
     def _install(self, *arguments: Any, **options: Any) -> None:
         """Adds the gradient of the batch to the gradients that are there, as a backward pass does."""

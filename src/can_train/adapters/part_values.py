@@ -1,9 +1,9 @@
 """The parts of a batch, and the values of the whole batch, made of the values of its parts: outputs of a step, logged
 numbers, attributes of a module.
 
-Rows stand one after the other, means are averaged, totals and counts are added up, and of maxima the largest is taken.
-Some samples are computed whole and in two parts: that rules out kinds that a value is not of. A value that no kind
-makes, such as the square root of a mean, is averaged, and noted. Arithmetic only.
+Rows stand one after the other, along any dimension, means are averaged, totals and counts are added up, and of maxima
+the largest is taken. Some samples are computed whole and in two parts: that rules out kinds that a value is not of. A
+value that no kind makes, such as the square root of a mean, is averaged, and noted. Arithmetic only.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ ATTRIBUTE: Final = "attribute"
 ROW: Final = "row of a logger"
 _OF_OBJECT: Final = 3  # Length of the place of an attribute; entries of its containers have longer ones
 _ROWS: Final = "rows"
+_APART: Final = "apart"  # Tensors whose shapes differ so that they do not follow each other
 _ADDED: Final = "added up"  # Changes since the value that the parts began with
 _SUM: Final = "sum"  # Of values that the step has set anew
 _MEAN: Final = "mean"  # Weighted as the loss is
@@ -66,6 +67,10 @@ class SplitRefusedError(Exception):
     """Ends the parts of a batch that is not split, or is computed again in another way."""
 
 
+class UnjoinableError(Exception):
+    """The tensors of parts do not make up the batch's tensor; has the reason, as a clause."""
+
+
 @dataclass(frozen=True)
 class _Seen:
     """A value of a few samples, and of their two parts. Each began with the value `earlier`; None: with none."""
@@ -103,6 +108,7 @@ class Kinds:
     """The kinds of values that were computed whole and in two parts."""
 
     by_place: dict[Place, tuple[str, ...]] = field(default_factory=dict)  # That are possible, the most probable first
+    row_dims: dict[Place, int] = field(default_factory=dict)  # Dimensions that rows lie along
     _seen: dict[Place, _Seen] = field(default_factory=dict)  # Values that are not judged yet
     _averaged: dict[str, None] = field(default_factory=dict)  # Names of values that a mean was made of, though none is
     _guessed: dict[str, None] = field(default_factory=dict)  # Names of values whose kind is not certain
@@ -185,13 +191,25 @@ class Kinds:
 
     def _learn_numbers(self, place: Place, seen: _Seen) -> None:
         whole, *parts = (torch.as_tensor(value) for value in (seen.whole, *seen.parts))
-        if whole.dim() and [len(whole), *(len(part) for part in parts if part.dim())] == [sum(seen.sizes), *seen.sizes]:
-            self.by_place[place] = (_ROWS,)
+        differing = _differing([whole.shape, *(part.shape for part in parts)])
+        if differing is None or differing:
+            rows = None if differing is None else [sum(part.shape[dim] for part in parts) for dim in differing]
+            follow = differing is not None and rows == [whole.shape[differing[0]]]
+            self.by_place[place] = (_ROWS,) if follow else (_APART,)
+            if differing is not None and follow:
+                self.row_dims[place] = differing[0]
             return
-        are_alike = whole.dtype != torch.bool and all(part.shape == whole.shape for part in parts)
         # Zeros tell nothing, nor do numbers that are not finite.
-        if are_alike and _largest(whole, *parts) and all(value.isfinite().all() for value in (whole, *parts)):
+        is_number = whole.dtype != torch.bool and bool(_largest(whole, *parts))
+        if is_number and all(value.isfinite().all() for value in (whole, *parts)):
             self._seen[place] = seen
+
+
+def _differing(shapes: Sequence[torch.Size]) -> list[int] | None:
+    """Returns the dimensions in which shapes differ; None where they have other numbers of dimensions."""
+    if len(set(map(len, shapes))) > 1:
+        return None
+    return [dim for dim, lengths in enumerate(zip(*shapes, strict=True)) if len(set(lengths)) > 1]
 
 
 def _member(values: Any, position: int) -> Any:
@@ -255,6 +273,11 @@ def _last_place(value: Any) -> float:
     return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
+def _listed(shapes: Sequence[torch.Size]) -> str:
+    """Lists shapes, each once."""
+    return f"shapes {' and '.join(str(list(shape)) for shape in dict.fromkeys(shapes))}"
+
+
 def _name(place: Place) -> str:
     """Names the value at a place: the last of its names."""
     names = [str(part) for step in place[1:] for part in (step if isinstance(step, tuple) else (step,))
@@ -307,15 +330,50 @@ class Combination:
             ]  # fmt: skip
             return type(first)(*members) if hasattr(first, "_fields") else type(first)(members)
         if isinstance(first, Tensor):
-            lengths = [len(value) for value in values if value.dim()]
-            are_rows = self.kinds.by_place.get(place, (_ROWS,)) == (_ROWS,)
-            if lengths and are_rows and (lengths == list(self.sizes) or len(set(lengths)) > 1):
-                return torch.cat(list(values))
+            if (dim := self._row_dim(values, place)) is not None:
+                return torch.cat(list(values), dim)
             if first.dtype == torch.bool:
                 return torch.stack(list(values)).all(0)
         elif isinstance(first, bool) or not isinstance(first, int | float):
             return first
         return self.number(values, place, earlier)
+
+    def _row_dim(self, values: Sequence[Tensor], place: Place) -> int | None:
+        """Returns the dimension along which the rows of tensors follow each other; None where they have no rows.
+
+        Raises:
+            UnjoinableError: The tensors differ otherwise, or may follow each other along several dimensions.
+        """
+        shapes, kinds = [value.shape for value in values], self.kinds.by_place.get(place)
+        differing = _differing(shapes)
+        dim = differing[0] if differing else 0
+        if kinds == (_ROWS,):
+            dim = self.kinds.row_dims.get(place, 0)
+            is_joined = differing in ([], [dim]) and bool(shapes[0])
+        elif not differing:
+            is_joined = differing is not None and kinds != (_APART,)
+            dims = () if kinds is not None or not is_joined else self._possible_dims(shapes[0], place)
+            dim = dims[0] if dims else -1
+            if len(dims) > 1:
+                raise UnjoinableError(f"{_name(place)} of its parts may be joined along dimensions "
+                                      f"{' and '.join(map(str, dims))} ({_listed(shapes)})")  # fmt: skip
+        else:
+            # Rows along the first dimension need not be samples: masked positions are not.
+            are_samples = dim == 0 or [shape[dim] for shape in shapes] == list(self.sizes)
+            is_joined = kinds is None and len(differing) == 1 and are_samples
+        if not is_joined:
+            raise UnjoinableError(f"{_name(place)} of its parts cannot be joined ({_listed(shapes)})")
+        return dim if dim >= 0 else None
+
+    def _possible_dims(self, shape: torch.Size, place: Place) -> Sequence[int]:
+        """Returns the dimensions of equal tensors that may have the samples, where nothing was compared."""
+        is_kept = place[:1] == (ATTRIBUTE,)
+        # A buffer has the same shape before the batch.
+        if len(set(self.sizes)) > 1 or (is_kept and place[1] < 0):
+            return ()
+        dims = [dim for dim, length in enumerate(shape) if length == self.sizes[0]]
+        # A single sample is a row, as PyTorch has them, though dimensions of one number are usual.
+        return dims[:1] if self.sizes[0] == 1 and not is_kept else dims
 
     def entries(self, new: Sequence[Sequence[Any]], place: Place) -> list[Any]:
         """Combines the entries that the parts have appended to a list: one after the other, or each with its peers."""
@@ -369,6 +427,8 @@ class Combination:
     def _unknown(self, values: Sequence[Any], place: Place) -> Any:
         """Returns the batch's number where nothing is known of it."""
         if _is_fraction(values[0]):
+            if isinstance(values[0], Tensor) and values[0].dim() and not _are_equal(values):
+                self.kinds.guess(place)
             return weighted_mean(values, self.weights)
         return self.count(values, grows=place[:1] != (ROW,))
 

@@ -255,6 +255,8 @@ class StepState:
                 continue
             if not torch.equal(value, copied.to(value.device)):
                 changes.numbers[-1 - position, name] = (module, copied.to(value.device), value.clone())
+                if value.dim():
+                    changes.lasting.add((-1 - position, name))
         return changes
 
     def _own_buffers(self) -> Iterator[tuple[int, tuple[nn.Module, str], Tensor, int, Tensor]]:
@@ -265,6 +267,26 @@ class StepState:
                 continue
             if not type(place[0]).__module__.startswith("torch."):
                 yield position, place, tensor, version, copied
+
+    def kept_rows(self, kinds: Kinds, rows: slice, samples: int) -> list[tuple[Any, str, Any]]:
+        """Returns the attributes that held a row for each of so many samples when the state was read, as the hidden
+        state of the batch before does: owner, name, and the value with some rows alone.
+        """
+        taken = []
+        names = dict.fromkeys(place[1:3] for place in kinds.row_dims if place[0] == ATTRIBUTE)
+        for position, name in names:
+            if not 0 <= position < len(self._with_attributes):
+                continue
+            owner, value = self._attributes[position].owner, self._attributes[position].values.get(name)
+            place = (ATTRIBUTE, position, name)
+            if isinstance(value, tuple):
+                members = [_rows_of(one, kinds.row_dims.get((*place, number)), rows, samples)
+                           for number, one in enumerate(value)]  # fmt: skip
+            else:
+                members = [_rows_of(value, kinds.row_dims.get(place), rows, samples)]
+            if all(member is not None for member in members):
+                taken.append((owner, name, tuple(members) if isinstance(value, tuple) else members[0]))
+        return taken
 
     def largest_hoard(self) -> str:
         """Names the container that keeps the most tensors on the device, as a clause; empty where there is none."""
@@ -420,6 +442,8 @@ class Attributes:
         if _is_number(value):
             if self._has_changed(earlier, value):
                 changes.numbers[place] = (owner, self._before(earlier), _detached(value))
+                if value is earlier and value.ndim:
+                    changes.lasting.add(place)
             return
         if not depth or not isinstance(value, list | deque | dict | set):
             return
@@ -531,10 +555,13 @@ class Changes:
     Attributes:
         numbers: Numbers, tensors and tuples of them, by their places: owner, earlier value, value.
         appended: Lists, deques and sets with new entries, by their places: owner, container, new entries.
+        lasting: Places of tensors and arrays with dimensions that were changed in place, and of buffers: later steps
+            may need them, as they need a queue of earlier outputs.
     """
 
     numbers: dict[Place, tuple[Any, Any, Any]] = field(default_factory=dict)
     appended: dict[Place, tuple[Any, Any, list[Any]]] = field(default_factory=dict)
+    lasting: set[Place] = field(default_factory=set)
 
 
 class PartStates:
@@ -555,6 +582,11 @@ class PartStates:
                 metric.restore()
         elif metrics_too:
             self._metrics[start] = self._state.read_metrics()
+
+    def take_rows(self, start: int, stop: int, kinds: Kinds) -> None:
+        """Gives attributes that have a row for each sample the rows of the part, which begins."""
+        for owner, name, value in self._state.kept_rows(kinds, slice(start, stop), self._samples):
+            setattr(owner, name, value)
 
     def end(self, start: int, stop: int) -> None:
         """Notes what the part has changed."""
@@ -582,9 +614,14 @@ class PartStates:
             whole, *of_parts, earlier = map(_as_tensor, (*values, earlier))
             kinds.learn((ATTRIBUTE, *place), whole, of_parts, sizes, earlier)
 
+    def not_made(self, kinds: Kinds) -> str:
+        """Names a tensor, which later steps may need, that no arithmetic makes of its parts; empty: there is none."""
+        places = _places(dict.fromkeys(one.lasting) for one in self._changes.values())
+        return next((repr(place[-1]) for place in places if kinds.by_place.get((ATTRIBUTE, *place)) == ()), "")
+
     def join(self, weights: Mapping[int, float], kinds: Kinds) -> None:
         """Gives attributes, and the entries of containers, the values of the whole batch; `weights` has the parts'
-        weights in the batch, by their first samples.
+        weights in the batch, by their first samples. Raises UnjoinableError where tensors cannot be joined.
         """
         if len(weights) < 2:
             return
@@ -690,6 +727,14 @@ def _as_tensor(value: Any) -> Any:
     if isinstance(value, float) or not isinstance(value, np.ndarray | np.generic):
         return value
     return torch.from_numpy(np.asarray(value).astype(np.int64 if value.dtype.kind in "iu" else np.float64))
+
+
+def _rows_of(value: Any, dim: int | None, rows: slice, samples: int) -> Tensor | None:
+    """Copies some rows of a tensor that has so many along a dimension; None where it has not."""
+    if not isinstance(value, Tensor) or dim is None or value.dim() <= dim or value.shape[dim] != samples:
+        return None
+    # As a state of that size would lie in memory, which cuDNN demands.
+    return value.narrow(dim, rows.start, rows.stop - rows.start).clone(memory_format=torch.contiguous_format)
 
 
 def _is_uncounted(tensor: Tensor) -> bool:
