@@ -156,6 +156,7 @@ def test_labels_are_counted_under_the_names_of_the_trainer_across_views() -> Non
 def test_samples_that_tell_the_ways_apart_have_few_and_many_labels() -> None:
     items = Items({"labels": LABELS}, ["labels"], 5, shifts_labels=False)
     assert items.telling(2).tolist() == [1, 3]
+    assert items.telling(5).tolist() == [1, 2, 4, 0, 3]
     assert not items.agree(items.means, slice(0, 1))
     assert items.agree([SAMPLES, SAMPLES], slice(0, 1))
 
@@ -176,3 +177,18 @@ def test_single_precision_on_a_gpu_may_have_the_round_off_of_tf32() -> None:
     for is_on_gpu in (False, True):
         comparison = Comparison(compute=rounded, seeded=lambda: None, model=nn.Linear(1, 1), is_on_gpu=is_on_gpu)
         assert bool(comparison.result(items, [SAMPLES], np.arange(5)).ways) is is_on_gpu
+
+
+def test_the_samples_that_are_compared_have_all_labels_of_the_batch() -> None:
+    labels = torch.zeros(64, dtype=torch.long)
+    labels[torch.tensor([20, 41, 63])] = torch.tensor([1, 2, 1])
+    items = Items({"labels": labels}, ["labels"], 64, shifts_labels=False)
+    for most in (3, 8, 64):
+        rows = items.telling(most)
+        assert len(set(rows.tolist())) == most
+        # The first of two unequal parts has the rare ones.
+        assert set(labels[rows[: max(most * 3 // 8, 2)]].tolist()) >= {1, 2}
+    of_tokens = torch.zeros(64, 5, dtype=torch.long)
+    of_tokens[40, 2] = 1
+    items = Items({"labels": of_tokens}, ["labels"], 64, shifts_labels=False)
+    assert 40 in items.telling(4)

@@ -69,6 +69,71 @@ def sample_mean(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_batc
     return (losses / labels.ne(-100).sum(1)).mean()
 
 
+def weighted_mean(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A mean over classes with weights."""
+    of_classes = torch.ones(WORDS, dtype=torch.float64)
+    of_classes[3] = 10
+    return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), weight=of_classes)
+
+
+class Rare(Sentences):
+    """Sentences whose class with a weight is in one of them alone, after the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for words in self.words:
+            words[words == 3] = 4
+        self.words[12][0] = 3
+
+
+@pytest.mark.parametrize("fits", [8, 3])
+def test_weights_of_classes_are_noticed_though_one_sample_has_the_class(
+    transformers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: int
+) -> None:
+    """Where memory ran out earlier, no more samples than have fitted are compared."""
+    monkeypatch.setattr(FrameworkLoop, "may_have_room", fits == 8)
+
+    def in_order(trainer: Any, *_: Any) -> Any:
+        return torch.utils.data.SequentialSampler(trainer.train_dataset)
+
+    base = type("InOrder", (transformers.Trainer,), {"_get_train_sampler": in_order})
+    options = {"compute_loss_func": weighted_mean, "train_dataset": Rare(), "base": base}
+    plain, whole = Tagger(), Tagger()
+    trainer_of(transformers, tmp_path, plain, **options).train()
+    with pytest.warns(UserWarning, match=r"cutting one changes its gradient by \d+\.\d%"):
+        trainer_of(transformers, tmp_path, whole, LoopSettings(limits=3, learn=False), **options).train()
+    assert difference(plain, whole) <= EXACT
+
+
+class Queueing(Tagger):
+    """A tagger that keeps a queue of its latest outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.ones(16, WORDS, dtype=torch.float64))
+        self.place = 0
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
+        found = super().forward(input_ids, labels, **options)
+        places = (self.place + torch.arange(len(input_ids))) % 16
+        similar = found["logits"].mean(1) @ self.get_buffer("queue").clone().T
+        self.get_buffer("queue")[places] = found["logits"].detach().mean(1)
+        self.place = int(places[-1]) + 1
+        return {**found, "loss": similar.square().mean()}
+
+
+def test_a_model_that_keeps_a_queue_of_its_latest_outputs_is_not_split(
+    transformers: ModuleType, tmp_path: Path
+) -> None:
+    plain, whole = Queueing(), Queueing()
+    trainer_of(transformers, tmp_path, plain).train()
+    with pytest.warns(UserWarning, match="Batches are not split: 'queue', which its step keeps") as caught:
+        trainer_of(transformers, tmp_path, whole, LoopSettings(limits=3, learn=False)).train()
+    assert len(caught) == 1
+    assert torch.equal(weights(plain), weights(whole))
+    assert torch.equal(plain.get_buffer("queue"), whole.get_buffer("queue"))
+
+
 def token_sum(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_batch: Any) -> Tensor:
     return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
 
@@ -158,9 +223,25 @@ def test_samples_that_depend_on_each_other_through_batch_norm_are_split_and_told
     with pytest.warns(UserWarning, match=through) as caught:
         trainer.train()
     assert len(caught) == 1
-    # Where one sample fits in a whole step, more are computed forward only: with BatchNorm, without it, and twice to
-    # see whether the loss draws numbers.
-    assert sizes.count(8) == (4 if limit == 1 else 0)
+    # Of batches of 8, each comparison computes the whole with BatchNorm, without it, and twice to see whether the loss
+    # draws numbers. With a limit of one, two batches of 2 are compared as well.
+    assert sizes.count(8) == 4 * (2 if limit == 1 else 3)
+
+
+def test_where_one_sample_fits_in_a_step_more_are_compared_without_a_backward_pass(
+    transformers: ModuleType, tmp_path: Path
+) -> None:
+    def run_out(module: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and len(inputs[0]) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        sizes.append(len(inputs[0]))
+
+    sizes: list[int] = []
+    trainer = trainer_of(transformers, tmp_path, Normalised(), LoopSettings(learn=False), num_train_epochs=1)
+    trainer.model.words.register_forward_hook(run_out)
+    with pytest.warns(UserWarning, match=r"through layers\.1\.layer: micro-batches change the gradient"):
+        trainer.train()
+    assert sizes[:5] == [1, 8, 3, 5, 8]
 
 
 def test_a_training_that_ran_out_of_memory_fits_with_the_same_weights(transformers: ModuleType, tmp_path: Path) -> None:
@@ -281,8 +362,8 @@ def test_bf16_autocast_is_on_in_the_parts(transformers: ModuleType, tmp_path: Pa
     found: list[tuple[int, torch.dtype]] = []
     cut.lm_head.register_forward_hook(lambda _module, _inputs, scores: found.append((len(scores), scores.dtype)))
     trainer_of(transformers, tmp_path, cut, LoopSettings(limits=3, learn=False), **options).train()
-    # Three samples are also computed in two parts, to find out how losses add up.
-    assert set(found) == {(1, torch.bfloat16), (2, torch.bfloat16), (3, torch.bfloat16)}
+    # Eight samples are also computed whole and in two parts, to find out how losses add up.
+    assert set(found) == {(size, torch.bfloat16) for size in (2, 3, 5, 8)}
     # Of weights up to 1; bf16 keeps 8 bits.
     assert difference(plain, cut) <= 1e-3
 
@@ -475,23 +556,23 @@ def test_an_optimizer_with_modes_is_made_once_and_sees_no_trial(transformers: An
     assert torch.equal(found[0][2], found[1][2])
 
 
-# The first split
+# The comparisons
 
 
-def test_the_first_split_is_measured_once_with_no_more_samples_than_have_fitted(
+def test_the_first_second_and_fourth_split_batch_are_compared_with_all_samples(
     transformers: Any, tmp_path: Path
 ) -> None:
     base, settings = counting(transformers.Trainer), LoopSettings(limits=3, learn=False)
-    trainer = trainer_of(transformers, tmp_path, Tagger(), settings, base=base)
+    trainer = trainer_of(transformers, tmp_path, Tagger(), settings, base=base, num_train_epochs=2)
     sizes: list[int] = []
     trainer.model.words.register_forward_hook(lambda _module, inputs, _output: sizes.append(len(inputs[0])))
     trainer.train()
-    # Three samples whole, and in parts of two and one.
-    assert sizes[:6] == [3, 3, 2, 1, 3, 2]
-    assert sizes[6:9] == [3, 3, 2]
-    assert max(sizes) == 3
+    # Eight samples whole, and in parts of three and five.
+    compared, parts = [3, 8, 3, 5, 3, 2], [3, 3, 2]
+    first, second = [*compared, *compared, *parts, 2], [*compared, *parts, *parts, 2]
+    assert sizes == [*first, *second]
     # The counts have no trace of it.
-    assert trainer.samples[:6] == [3, 3, 2, 3, 3, 2]
+    assert trainer.samples == [*parts, *parts, *parts, 2] * 2
     assert trainer.tokens["train"]["seen"][0] == sum_of_tokens(transformers, tmp_path)
 
 
@@ -597,7 +678,8 @@ def test_a_loss_that_draws_noise_is_split_and_told(transformers: Any, tmp_path: 
     with pytest.warns(UserWarning, match="is not known") as caught:
         trainer_of(transformers, tmp_path, model, LoopSettings(limits=3, learn=False)).train()
     assert len(caught) == 1
-    assert max(sizes) == 3
+    # It is compared once.
+    assert sizes.count(8) <= 4
 
 
 # Rows that are no samples
@@ -630,7 +712,7 @@ def test_stacked_views_are_split_by_sample(transformers: Any, tmp_path: Path) ->
     sizes: list[int] = []
     cut.words.register_forward_hook(lambda _module, inputs, _output: sizes.append(len(inputs[0])))
     trainer_of(transformers, tmp_path, cut, LoopSettings(limits=3, learn=False), **options).train()
-    assert max(sizes) == 6
+    assert sizes[:4] == [6, 16, 6, 10]
     assert difference(plain, cut) <= EXACT
 
 

@@ -84,14 +84,37 @@ class Items:
         return float(part.sum() / whole.sum()) if whole.any() else len(part) / len(whole)
 
     def telling(self, most: int) -> Rows:
-        """Chooses at most so many samples that tell the ways apart: from those with the fewest labels to those with the
-        most.
+        """Chooses at most so many samples that tell the ways apart: some with the rarest labels, since classes may have
+        weights, and otherwise from those with the fewest labels to those with the most.
         """
         counts = self._counted(self.means[0])
         order = np.argsort(counts, kind="stable")
         order = order[np.count_nonzero(counts == 0) :] if np.count_nonzero(counts) > 1 else order
         size = min(most, len(order))
-        return order[np.linspace(0, len(order) - 1, size).round().astype(np.int64)]
+        spread = order[np.linspace(0, len(order) - 1, size).round().astype(np.int64)]
+        ends = spread[[0, -1]].tolist() if size and counts[spread[0]] < counts[spread[-1]] else []
+        chosen = list(dict.fromkeys([*ends, *self._with_rare_labels(size), *spread.tolist()]))[:size]
+        return np.array(sorted(chosen, key=lambda row: counts[row]), dtype=np.int64)
+
+    def _with_rare_labels(self, most: int) -> list[int]:
+        """Chooses at most so many samples that have all labels of the batch, those with the rarest first. Where samples
+        have several labels, half as many are chosen: their numbers of labels tell ways apart, too.
+        """
+        chosen = dict[int, None]()
+        for labels in self._labels.values():
+            of_rows = labels.flatten(1) if labels.dim() > 1 else labels[:, None]
+            values, places, times = np.unique(of_rows.cpu().numpy(), return_inverse=True, return_counts=True)
+            # [rows, labels of each], as positions among the values.
+            places = places.reshape(of_rows.shape)
+            seen = values == _IGNORED_LABEL
+            for value in np.argsort(times, kind="stable"):
+                if len(chosen) >= (most if labels.dim() == 1 else most // 2):
+                    break
+                if not seen[value]:
+                    row = int(np.argmax((places == value).any(1)))
+                    chosen[row % self.samples] = None
+                    seen[places[row]] = True
+        return list(chosen)
 
     def agree(self, ways: Sequence[Way], rows: slice | Rows) -> bool:
         """Tells whether some samples have the same weight in each of the ways."""

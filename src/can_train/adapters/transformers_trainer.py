@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from importlib import import_module
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from can_train.adapters.framework_loop import LOSS, FrameworkLoop, LoopSettings, sample_counts
 from can_train.adapters.loss_ways import SUM, Comparison, ComparisonResult, Items, Numbers, Rows, Way
 from can_train.adapters.part_values import Part, SplitRefusedError
-from can_train.adapters.step_state import StepState, replaced
+from can_train.adapters.step_state import PartStates, StepState, replaced
 from can_train.adapters.trainer_batches import (
     TrainerRows,
     modules_of,
@@ -47,7 +47,7 @@ from can_train.adapters.trainer_state import (
 from can_train.errors import ArgumentError, DoesNotFitError
 from can_train.factors.observations import Outcome
 from can_train.factors.observing import outcome_of
-from can_train.fit.batch_dependence import BatchDependence
+from can_train.fit.batch_dependence import BatchDependence, Comparisons
 from can_train.fit.collate import leaves, select_samples
 from can_train.fit.packing import counts_of
 from can_train.fit.pass_state import Generators
@@ -74,7 +74,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
     computed in parts, as later batches of its size are; the gradient is the whole batch's. Evaluation and prediction
     are split, too.
 
-    How the losses of parts make up the loss of their batch is measured when a batch is split for the first time: as
+    How the losses of parts make up the loss of their batch is measured in some of the batches that are split: as
     their sum, where they are divided by the Trainer's `num_items_in_batch`, or as their mean over samples or labels. A
     batch whose samples depend on each other is not split; a warning says so.
 
@@ -379,7 +379,9 @@ class _BatchKind:
     """Batches with the same columns and the same loss: all of them are split in one way, or none is."""
 
     ways: list[Way] = field(default_factory=list)  # How losses of parts may make up their batch's, the likeliest first
-    measurements: int = 0
+    comparisons: Comparisons = field(default_factory=Comparisons)
+    is_open: bool = True  # Whether later batches are compared; what cannot be measured in one is not tried again
+    is_told: bool = False  # Whether a normalising layer was told
     refused: str = ""  # Why these batches are not split, as a clause
 
 
@@ -397,6 +399,8 @@ class _Parts:
     batch: Any
     run: Callable[..., Any]
     is_sum: bool = False
+    is_counted: bool = False  # Whether the comparisons know of the batch
+    states: PartStates | None = None  # Of the samples that were compared
 
     @property
     def loop(self) -> FrameworkLoop:
@@ -414,8 +418,8 @@ class _Parts:
         return Items(self.batch, names, samples, shifts_labels=shifts)
 
     def weight(self, part: Part, largest: int) -> float:
-        """Returns the weight of the loss of a part in the loss of the batch. Measures it at the first split; and once
-        more, where ways that held are told apart by no batch before this one.
+        """Returns the weight of the loss of a part in the loss of the batch. Measures it in the first, second, fourth,
+        eighth (and so on) batch that is split, and where ways that held are told apart by no batch before this one.
 
         Raises:
             SplitRefusedError: No way holds.
@@ -423,19 +427,25 @@ class _Parts:
         kind, rows = self.kind, slice(part.start, part.stop)
         ways = kind.ways or [*([SUM] if self.is_sum else []), *self.items.means, SUM]
         kind.ways = list(dict.fromkeys(ways))
-        if not kind.measurements or (kind.measurements == 1 and not self.items.agree(kind.ways, rows)):
-            kind.measurements += 1
-            self._settle(self._measured(largest))
+        is_due = not self.is_counted and kind.comparisons.is_due()
+        self.is_counted = True
+        # Until the first comparison nothing holds.
+        is_undecided = not is_due and not self.items.agree(kind.ways, rows)
+        if kind.is_open and (is_due or is_undecided):
+            with self.loop.noticing_rows(part.samples):
+                self._settle(self._measured(largest), decides=is_undecided)
         return self.items.weight(kind.ways[0], rows)
 
-    def _settle(self, result: ComparisonResult) -> None:
+    def _settle(self, result: ComparisonResult, *, decides: bool) -> None:
         kind = self.kind
         if not result.is_known:
             del kind.ways[1:]
+            kind.is_open = False
             BatchDependence(terms={}, modules=(), drops=False, measured=False).warn()
         elif result.ways:
-            kind.ways = list(result.ways) if kind.measurements == 1 else [result.ways[0]]
-            if result.through:
+            kind.ways = [result.ways[0]] if decides else list(result.ways)
+            if result.through and not kind.is_told:
+                kind.is_told = True
                 # A part of one sample has no variance, and no gradient to compare.
                 terms = {LOSS: result.difference} if math.isfinite(result.difference) else {}
                 through = f"Samples depend on the rest of their batch through {', '.join(result.through)}"
@@ -453,11 +463,11 @@ class _Parts:
         raise SplitRefusedError
 
     def _measured(self, largest: int) -> ComparisonResult:
-        """Compares samples, computed whole and in two parts: no more than have fitted at once, or as fit without a
-        backward pass, where only one has fitted.
+        """Compares samples, computed whole and in two parts: all of the batch where memory never ran out, else no more
+        than have fitted at once, or as fit without a backward pass, where only one has fitted.
         """
         try:
-            for of, compute, most in self._computations(largest):
+            for of, compute, most in self._computations(self.items.samples if self.loop.may_have_room else largest):
                 rows = self.items.telling(most)
                 while len(rows) > 1:
                     with CatchOutOfMemory():
@@ -474,11 +484,19 @@ class _Parts:
     def _compared(self, compute: Callable[[Rows], Numbers], rows: Rows, is_of_losses: bool) -> ComparisonResult:
         """Compares some samples, and leaves no trace."""
         loop = self.loop
-        seeds = Generators(loop.meter.device)
-        comparison = Comparison(compute=compute, seeded=seeds.restore, model=self.trainer.model,
+        seeds, self.states = Generators(loop.meter.device), PartStates(loop.state, len(rows))
+        computed = partial(_recorded, compute, self.states, rows.tolist())
+        comparison = Comparison(compute=computed, seeded=seeds.restore, model=self.trainer.model,
                                 is_of_losses=is_of_losses, is_on_gpu=loop.meter.device.type == "cuda")  # fmt: skip
+        loop.kinds.forget()
         with self.untraced():
-            return comparison.result(self.items, self.kind.ways, rows)
+            result = comparison.result(self.items, self.kind.ways, rows)
+        self.states.learn(loop.kinds)
+        spans = self.states.spans[1:]
+        way = result.ways[0] if result.ways else None
+        weights = [self.items.weight(way, rows[start:stop], rows) for start, stop in spans] if way else None
+        loop.kinds.judge(None if way is None or way.is_sum else weights, is_random=not result.is_known)
+        return result
 
     @contextmanager
     def untraced(self) -> Iterator[None]:
@@ -517,6 +535,8 @@ class _TrainingParts(_Parts):
             # Before the passes of a comparison change them, too.
             self.loop.check_parameters(part)
             weight = self.weight(part, largest=part.stop - part.start)
+            if self.states is not None:
+                self.loop.refuse_unless_made(self.states)
         scale_gradients(self.loop.model, weight)
         # The mean of no labels is not a number.
         weighted = loss * weight if weight else torch.zeros_like(loss)
@@ -591,6 +611,15 @@ class _EvaluationParts(_Parts):
     def _losses(self, rows: Rows) -> Numbers:
         loss, *_ = self.run(self.selected(rows), True)
         return [np.array([float(loss)])]
+
+
+def _recorded(compute: Callable[[Rows], Numbers], states: PartStates, compared: list[int], rows: Rows) -> Numbers:
+    """Computes some of the samples that are compared, and records what a step keeps of them."""
+    start = compared.index(int(rows[0]))
+    states.begin(start, metrics_too=False)
+    numbers = compute(rows)
+    states.end(start, start + len(rows))
+    return numbers
 
 
 def _trained_module(model: nn.Module, optimizer: Any) -> nn.Module:
