@@ -227,3 +227,14 @@ def test_room_is_expected_for_the_state_that_an_optimizer_of_pytorch_makes(name:
     values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     assert expected_bytes == pytest.approx(sum(value.nbytes for value in values), rel=0.01)
     loop.close()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_limits_that_are_not_kept_for_a_batch_whose_samples_nobody_knows_are_said_once(trains: bool) -> None:
+    model, told = model_of(), list[str]()
+    loop = FrameworkLoop(framework="test", model=model, optimizers=[], notice=told.append,
+                         settings=LoopSettings(limits=5, learn=False))  # fmt: skip
+    for _ in range(2):
+        assert loop.step((ROWS[:-1], torch.arange(40)), lambda: 3, lambda: 4, trains=trains) == 3
+    loop.close()
+    assert told == ["Batches are not split, in spite of limits: its tensors have no common rows (tensors of 39, 40)."]

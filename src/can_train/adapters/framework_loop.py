@@ -314,7 +314,8 @@ class FrameworkLoop:
             if not self._steps:
                 self._begin(batch)
             self._steps += 1
-            self._tell_unlimited()
+            if self.refused and self.compares:
+                self._tell_unlimited(self.refused)
         ran_out, self._not_undone = "", ""
         if not trains:
             # The limits are those of training, and so are the peaks.
@@ -349,11 +350,11 @@ class FrameworkLoop:
                 self._after_parts(trains, failed=bool(ran_out))
                 return result
 
-    def _tell_unlimited(self) -> None:
+    def _tell_unlimited(self, reason: str) -> None:
         """Tells once that batches stay whole, though limits were given."""
-        if self.refused and self.compares and self.settings.limits is not None and _UNLIMITED not in self.told:
+        if self.settings.limits is not None and _UNLIMITED not in self.told:
             self.told.add(_UNLIMITED)
-            self.notice(f"Batches are not split, in spite of limits: {self.refused}.")
+            self.notice(f"Batches are not split, in spite of limits: {reason}.")
 
     def gradients_aside(self) -> AbstractContextManager[None]:
         """Opens the backward pass of a whole step: gradients of earlier batches are set aside, so that they can be
@@ -675,6 +676,7 @@ class FrameworkLoop:
         if engine is None or self.refused or not engine.batcher.is_limited(trains=trains):
             return True
         if (counts := self._counted(batch)) is None:
+            self._tell_unlimited(self._uncounted)
             return True
         costs = self._costs(counts)
         limit = None if trains else self._evaluation_limit(costs)
