@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
+from importlib import import_module
 from typing import Any, Final
 
 import pytest
@@ -321,3 +322,31 @@ def test_a_scheduler_and_a_scaler_step_it_as_any_optimizer() -> None:
                 scheduler.step()
         trained.append(training)
     assert are_equal(*trained)
+
+
+def test_an_optimizer_that_accelerate_has_wrapped_is_taken_out() -> None:
+    AcceleratedOptimizer = import_module("accelerate.optimizer").AcceleratedOptimizer
+    import_module("accelerate").Accelerator(cpu=True)
+    found = []
+    for wraps in (False, True):
+        torch.manual_seed(0)
+        model = layers()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optimizer = AcceleratedOptimizer(optimizer) if wraps else optimizer
+        batcher = MicroBatcher(model, meter="sim:16MiB", limits=1, fit="offload-optimizer", optimizers=optimizer)
+        for _ in range(3):
+            x = torch.ones(2, next(model.parameters()).shape[1])
+            batcher.run(lambda start, stop, x=x, model=model: {"loss": (model(x[start:stop]).sum(), stop - start)}, 2)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.equal(*found)
+
+
+def test_an_optimizer_that_a_gradient_scaler_steps_is_refused_with_the_reason() -> None:
+    AcceleratedOptimizer = import_module("accelerate.optimizer").AcceleratedOptimizer
+    import_module("accelerate").Accelerator(cpu=True)
+    model = layers()
+    optimizer = AcceleratedOptimizer(torch.optim.AdamW(model.parameters()), scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ArgumentError, match="accelerate's gradient scaler calls a step of its own"):
+        MicroBatcher(model, meter="sim:16MiB", fit="offload-optimizer", optimizers=[optimizer])

@@ -1027,12 +1027,14 @@ def _as_costs(batch: Any) -> BatchCosts:
 
 def _listed(optimizers: Any) -> list[Optimizer]:
     """Returns the optimizers that a loop gave: a list of them, or a single one."""
-    listed = (
+    listed: list[Any] = (
         [optimizers] if isinstance(optimizers, Optimizer) or not isinstance(optimizers, Iterable) else [*optimizers]
     )
     for optimizer in listed:
         check_kinds("a list of optimizers", Optimizer, "Give optimizers=[optimizer]", optimizers=optimizer)
-    return listed
+    # Accelerate's class calls the step of an optimizer inside, unless a gradient scaler calls it.
+    return [one.optimizer if type(one).__module__.startswith("accelerate.") and one.scaler is None else one
+            for one in listed]  # fmt: skip
 
 
 def _check_zeros(result: BatchResult, where: str) -> None:

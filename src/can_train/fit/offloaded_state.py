@@ -455,6 +455,8 @@ def refusal(make: Callable[[Sequence[nn.Parameter]], Optimizer]) -> str:
 
 def refusal_of(optimizer: Optimizer) -> str:
     """Returns the reason why the optimizer of somebody else's loop cannot step in chunks, as `refusal` does."""
+    if getattr(optimizer, "scaler", None) is not None:
+        return "accelerate's gradient scaler calls a step of its own"
     kind: Any = type(optimizer)
     taken = signature(kind).parameters
     return refusal(partial(kind, **{name: value for name, value in optimizer.defaults.items() if name in taken}))
