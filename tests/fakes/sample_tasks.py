@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from can_train import Phase, Task
 
@@ -47,6 +48,37 @@ class Measured(Words):
     def measure(self, samples: Sequence[Any], predictions: Sequence[Any]) -> Mapping[str, float]:
         errors = [float((made - sample.sum()).abs()) for made, sample in zip(predictions, samples, strict=True)]
         return {"mae": sum(errors) / len(errors), "largest": max(errors), "undefined": math.nan}
+
+
+class RareClass(Task):
+    """Classifies points, of which the few of class 1 are not among the samples that a plan compares; their loss weighs
+    more in a mean, and is not summed with the weights.
+    """
+
+    is_mean_of_rare = False  # Whether a mean over the points of class 1, over no points 0, takes the place of the loss
+
+    def datasets(self) -> Mapping[str, Sequence[Any]]:
+        drawn = torch.Generator().manual_seed(0)
+        samples = [(torch.randn(4, generator=drawn), int(index % 10 == 8)) for index in range(60)]
+        return {"train": samples[:40], "validation": samples[40:50], "test": samples[50:]}
+
+    def model(self) -> nn.Module:
+        return nn.Linear(4, 2)
+
+    def loss(self, model: nn.Module, batch: Any) -> Losses:
+        points, classes = batch
+        made = model(points)
+        if self.is_mean_of_rare:
+            rare = made[classes == 1].square().sum(1)
+            return {"rare": (rare.sum() / max(len(rare), 1), len(classes))}
+        weights = made.new_tensor([1.0, 20.0])
+        return {"class": (cross_entropy(made, classes, weight=weights) * len(classes), len(classes))}
+
+
+class MeanOfRare(RareClass):
+    """Its loss is a mean over the points of class 1, and 0 over points without one."""
+
+    is_mean_of_rare = True
 
 
 class TwoTerms(Words):

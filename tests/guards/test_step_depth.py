@@ -76,7 +76,7 @@ def no_stacks() -> None:
 
 def test_a_training_step_reaches_backward_in_few_calls(tmp_path: Path) -> None:
     train_line(tmp_path, WatchedTask(), batch_size=20, micro_batch_size=10, epochs=1)
-    calls = calls_from("take_step")
+    calls = [stack for stack in calls_from("take_step") if "measure_batch_dependence" not in stack]
     assert len(calls) == 6
     assert max(map(len, calls)) <= MAX_TO_BACKWARD, calls[0]
     assert not [name for stack in calls for name in stack if "<lambda>" in name]

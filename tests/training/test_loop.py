@@ -1,4 +1,5 @@
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import nn
 
 from can_train.config.settings import MonitorSettings
 from can_train.errors import RUN_FAILED, CanTrainError
+from can_train.fit.micro_batcher import MicroBatcher
 from can_train.training import train as training_loop
 from can_train.training.judgement import validation_loss
 from can_train.training.session import Session
@@ -26,6 +28,7 @@ from fakes.line_fit import (
     line_parts,
     train_line,
 )
+from fakes.sample_tasks import MeanOfRare, RareClass
 
 HALF = fixed(0.5)
 
@@ -225,3 +228,53 @@ def test_a_gradient_is_clipped_once_a_step_whatever_the_micro_batches(tmp_path: 
     whole = train_line(tmp_path / "whole", micro_batch_size=20, **settings)
     split = train_line(tmp_path / "split", micro_batch_size=3, **settings)
     assert torch.linalg.vector_norm(weights(split) - weights(whole)) <= 1e-10 * torch.linalg.vector_norm(weights(whole))
+
+
+RARE = {"batch_size": 20, "micro_batch_size": 7, "precision": "fp64", "epochs": 4}
+
+
+class Dropping(LineTask):
+    """Points, by a model that may have dropout."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self._dropout = dropout
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.Dropout(self._dropout), nn.Tanh(), nn.Linear(8, 1))
+
+
+def test_a_dependence_on_a_rare_class_is_told_once_though_the_plan_has_not_seen_it(tmp_path: Path) -> None:
+    session = train_line(tmp_path, RareClass(), **RARE)
+    assert not session.engine.planner.batch_dependence.terms
+    assert isinstance(session.reporter, Notices)
+    told = [text for text in session.reporter.texts if "depend on the rest of their batch" in text]
+    assert len(told) == 1
+    assert re.match(r"step \d+: samples depend on .*: micro-batches change the gradient of class by [1-9]", told[0])
+
+
+def test_a_mean_that_the_plan_has_not_seen_ends_the_training(tmp_path: Path) -> None:
+    with pytest.raises(CanTrainError, match=r"The sum of 'rare' that MeanOfRare\.loss returns is a mean"):
+        train_line(tmp_path, MeanOfRare(), **RARE)
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.3}], ids=["plain", "dropout"])
+def test_comparisons_change_no_bit_of_a_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Mapping[str, float]
+) -> None:
+    compared, measure = list[bool](), MicroBatcher.measure_dependence
+
+    def noted(batcher: MicroBatcher, *arguments: Any, **keywords: Any) -> Any:
+        compared.append(keywords.get("has_room", False))
+        return measure(batcher, *arguments, **keywords)
+
+    monkeypatch.setattr(MicroBatcher, "measure_dependence", noted)
+    trained = train_line(tmp_path / "compared", Dropping(**options), **RARE)
+    # Of 12 steps, the first, second, fourth and eighth; with parts first, and then whole.
+    assert compared == [False, True] * 4
+    monkeypatch.setattr(MicroBatcher, "is_compared", lambda batcher, result: False)
+    plain = train_line(tmp_path / "plain", Dropping(**options), **RARE)
+    assert len(compared) == 8
+    assert torch.equal(weights(trained), weights(plain))
+    figures = [[one.get("validation_loss") for one in records(tmp_path / name)] for name in ("compared", "plain")]
+    assert figures[0] == figures[1]

@@ -9,8 +9,9 @@ import torch
 
 from can_train.factors.observations import read_records
 from can_train.runs.recording import read_steps
+from fakes.sample_tasks import MeanOfRare, RareClass
 from fakes.several_ranks import error_text, run_ranks
-from fakes.training_ranks import fit_line, messages_of_steps, train_windows
+from fakes.training_ranks import fit_line, fit_samples, messages_of_steps, train_windows
 
 pytestmark = pytest.mark.slow
 
@@ -278,3 +279,15 @@ def test_an_optimizer_that_fails_on_one_rank_ends_all_ranks(tmp_path: Path) -> N
     assert ended(tmp_path, 2, **DROPPING, fault=(1, "optimizer", 4)) == [3, 1]
     assert "rank 1: ValueError: a bug of the optimizer" in error_text(tmp_path, 0)
     assert checkpoint(tmp_path)["progress"]["step"] == 3
+
+
+def test_dependences_and_means_that_ranks_find_in_their_shares_are_told_on_all(tmp_path: Path) -> None:
+    options = {"batch_size": 40, "micro_batch_size": 3, "precision": "fp64", "epochs": 8}
+    (tmp_path / "weighted").mkdir()
+    assert run_ranks(2, fit_samples, tmp_path / "weighted", kind=RareClass, **options) == [0, 0]
+    told = torch.load(tmp_path / "weighted" / "rank-0.pt")["notices"]
+    assert len([text for text in told if "change the gradient of class by" in text]) == 1
+    (tmp_path / "mean").mkdir()
+    assert run_ranks(2, fit_samples, tmp_path / "mean", kind=MeanOfRare, **options) != [0, 0]
+    texts = [error_text(tmp_path / "mean", rank) for rank in range(2)]
+    assert any("The sum of 'rare' that" in text and "is a mean" in text for text in texts)

@@ -147,7 +147,7 @@ def test_a_model_that_takes_no_single_sample_is_computed_again_as_any_other(tmp_
 SURPRISING: Final = DEEP.replace(
     'return {"square": (model(batch[0])',
     "if model.training and (batch[0][0, 0, 0] == self.datasets()['train'][3][0][0, 0]):\n"
-    "            return {'square': (model(batch[0].repeat(1, 2, 1)).square().mean((1, 2)).sum(), 1)}\n"
+    "            return {'square': (model(batch[0].repeat(1, 2, 1)).square().mean((1, 2)).sum(), len(batch[0]))}\n"
     '        return {"square": (model(batch[0])',
 )
 """A sample takes twice as much as its features tell."""

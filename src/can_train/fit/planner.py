@@ -205,9 +205,13 @@ class Planner:
         if not any(parameter.requires_grad for _, parameter in phase_parameters(self.model, self.phase)):
             remedy = "Freeze fewer parts, or leave requires_grad of some parameters as it is"
             raise ConfigError("No parameter of the model is trained", value="all of them are frozen", remedy=remedy)
-        loss = self.phase.loss or getattr(self.task, "loss", None)
-        self.batch_dependence.check(f"{type(self.task).__name__}.{getattr(loss, '__name__', 'loss')}")
+        self.check_loss(self.batch_dependence)
         self.explorer.check_outputs()
+
+    def check_loss(self, dependence: BatchDependence) -> None:
+        """Raises DataError where a comparison shows that the loss trains something else than a sum of its samples."""
+        loss = self.phase.loss or getattr(self.task, "loss", None)
+        dependence.check(f"{type(self.task).__name__}.{getattr(loss, '__name__', 'loss')}")
 
     def request(self) -> PlanRequest:
         """Translates the settings into a request."""

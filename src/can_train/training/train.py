@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cache, partial
-from typing import Any
+from functools import cache, partial, reduce
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -25,10 +25,12 @@ from can_train.config.compose import changed_settings
 from can_train.config.resolved import ResolvedRun, cache_folder, state_dir
 from can_train.errors import CanTrainError, DoesNotFitError, StateError, Stopped, errors_of_steps
 from can_train.factors.store import factor_rule
+from can_train.fit.batch_dependence import BatchDependence
 from can_train.fit.compiled import compiler_limits
 from can_train.fit.factor_rule import FactorRule
 from can_train.fit.micro_batcher import BatchResult, Denominators, Losses, combine_shares
 from can_train.fit.optimizer import freeze
+from can_train.fit.packing import BatchCosts
 from can_train.fit.pass_state import Snapshot
 from can_train.fit.planner import PROBED, Planner, Planners
 from can_train.fit.precision import Precision, number_format, tf32
@@ -40,7 +42,7 @@ from can_train.fit.sharding import Shards
 from can_train.io.records import check_writable, is_file, open_to_append, this_host, write_json_atomic
 from can_train.io.units import counted, finite, size_text
 from can_train.memory.allocator_settings import read_allocator_settings
-from can_train.memory.meters import Meter, open_meter
+from can_train.memory.meters import Meter, open_meter, tensors_of
 from can_train.memory.out_of_memory import forget_frames, headline, is_host_memory, without_others
 from can_train.memory.sharded_tensors import shard_of
 from can_train.memory.simulated.allocator import reserved_for
@@ -72,6 +74,9 @@ from can_train.training.report import detail_lines, plan_summary
 from can_train.training.session import Parts, Session, load_checkpoint, read_plan, resolve_plans
 from can_train.training.sharded_model import Sharded, may_climb_to_shards, may_shard, plan_model
 
+# Share of the predicted memory of a batch that must be there before it is computed whole for a comparison.
+_ROOM: Final = 1.5
+
 UpdateResult = tuple[BatchResult, Denominators]
 """The result of an optimizer update, of all ranks, with the denominators of the batch that it was computed with."""
 
@@ -85,12 +90,15 @@ class ShareReport:
         forms: Which gradients and buffers the rank has.
         received: The signal that the rank has received so far; None: none.
         is_late: Whether the time of training is up by the rank's clock.
+        dependence: The dependences of samples on their batch that a comparison of the share has shown, for the first
+            time; None: it was not compared.
     """
 
     result: BatchResult
     forms: Forms
     received: int | None
     is_late: bool
+    dependence: BatchDependence | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -722,6 +730,7 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
         received = [share.received for share in shares] if ranks.size > 1 else [session.stops.received]
         session.stop_signal = _first_signal(received)
         session.is_time_up = any(share.is_late for share in shares)
+    _tell_dependence(session, [share.dependence for share in shares if share.dependence is not None])
     own, engine = shares[ranks.rank].result, session.engine
     engine.record_step(session.progress.step, own, is_counted=step_is_counted)
     # A step that is measured on the host takes longer, a shorter batch has other shares of fixed costs.
@@ -769,7 +778,10 @@ def _accumulate(
 
         def losses_of(start: int, stop: int) -> Losses:
             with session.precision.context(device):
-                losses = batch.losses(session.model, share.start + start, share.start + stop)
+                return batch.losses(session.model, share.start + start, share.start + stop)
+
+        def learned_losses_of(start: int, stop: int) -> Losses:
+            losses = losses_of(start, stop)
             # Of several ranks, all must take the batch to have the same denominators.
             denominators.learn(losses, is_whole=ranks.size == 1 and stop - start == len(rows))
             return losses
@@ -780,7 +792,7 @@ def _accumulate(
         try:
             with engine.timed(progress.step, rows[share]) as (batcher, costs):
                 result = batcher.add_share(
-                    losses_of,
+                    learned_losses_of,
                     costs,
                     denominators=denominators.by_term,
                     weights=session.task.loss_weights or None,
@@ -788,10 +800,53 @@ def _accumulate(
                 )
         except DoesNotFitError as error:
             raise with_samples(error, session.task.describe, rows[share]) from None
+        # A step that tries another rung, or is computed twice, is compared at another time.
+        is_compared = known is None and batcher is engine.batcher and batcher.is_compared(result)
+        dependence = _compare(session, losses_of, costs, result) if is_compared else None
         session.with_room(engine, engine.reserve.before_step)
         forms = ranks.forms(engine.optimization.parameters, session.model)
-    report = ShareReport(result=result, forms=forms, received=session.stops.received, is_late=session.is_late)
+    report = ShareReport(result=result, forms=forms, received=session.stops.received, is_late=session.is_late,
+                         dependence=dependence)  # fmt: skip
     return ranks.exchange(report), denominators
+
+
+def _compare(
+    session: Session, losses_of: Callable[[int, int], Losses], costs: BatchCosts, result: BatchResult
+) -> BatchDependence:
+    """Compares a share that was split with its parts, on this rank alone: the plan compares eight samples, which may
+    lack a rare class. First as many samples as a part had are compared, whose peak tells whether the whole share fits.
+
+    Returns:
+        The dependences that no earlier comparison has shown.
+
+    Raises:
+        DataError: A mean is in the place of a sum, or denominators do not add up.
+    """
+    engine, meter, batcher = session.engine, session.meter, session.engine.batcher
+    if batcher.batch_dependence is None:
+        batcher.batch_dependence = engine.planner.batch_dependence
+    # The memory of a comparison is not the step's.
+    session.monitor.pause()
+    with meter.measuring(tensors_of([session.model, engine.optimization.optimizer])):
+        measured = batcher.measure_dependence(losses_of, result.micro_batches, judges=True)
+    whole_bytes = meter.peak_bytes() * costs.cost(0, len(costs)) / result.largest_cost
+    if not (measured.terms or measured.faults) and _ROOM * whole_bytes <= meter.available_bytes():
+        whole = batcher.measure_dependence(losses_of, result.micro_batches, has_room=True, judges=True)
+        measured = whole if whole.measured else measured
+    meter.release()
+    # The loss of some samples may be a constant.
+    engine.planner.check_loss(replace(measured, trains=True))
+    return batcher.learn_dependence(measured)
+
+
+def _tell_dependence(session: Session, shares: Sequence[BatchDependence]) -> None:
+    """Tells of dependences on some rank that are new."""
+    if not shares:
+        return
+    news = reduce(BatchDependence.joined, shares)
+    session.engine.batcher.learn_dependence(news)
+    for sentence in news.sentences(split=False):
+        session.reporter.notice(f"step {session.progress.step}: {sentence[0].lower()}{sentence[1:]}")
 
 
 def _release_and_report(session: Session, result: BatchResult) -> None:
