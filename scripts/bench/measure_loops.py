@@ -124,6 +124,7 @@ def bare_loop(model: nn.Module) -> Callable[[Tensor, int, bool], None]:
             return {"loss": (model(share[start:stop]).square().sum(), stop - start)}
 
         batcher = MicroBatcher(model, limits=-(-SHARE // parts))
+        batcher.compares = False
         batcher.run_share(losses_of, SHARE, denominators={"loss": 2 * SHARE})
         for parameter in model.parameters():
             assert parameter.grad is not None

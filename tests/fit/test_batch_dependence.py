@@ -387,9 +387,6 @@ class Sizes(SimpleQueue[int]):
     def all(self) -> list[int]:
         return [self.get() for _ in range(self.qsize())]
 
-    def __next__(self) -> int:
-        return self.get()
-
 
 def squares(model: nn.Module, start: int, stop: int) -> dict[str, tuple[Tensor, float]]:
     return {"square": (model(X[start:stop]).square().sum(), stop - start)}

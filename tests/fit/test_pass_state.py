@@ -1,6 +1,7 @@
 import random
 import weakref
 from collections import OrderedDict, deque
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from can_train.fit import pass_state
-from can_train.fit.pass_state import Generators, Snapshot, buffer_shapes, load_weights
+from can_train.fit.pass_state import Generators, HeldState, Snapshot, buffer_shapes, load_weights
 
 CPU = torch.device("cpu")
 
@@ -368,3 +369,85 @@ def test_the_words_that_are_compared_tell_any_two_states_of_a_generator_apart() 
     assert len(python) == len(numpy) == 9 + 299
     assert all(words for words, _ in python)
     assert all(numpy)
+
+
+calls = 0
+
+
+class Counts:
+    """Counts, and keeps its last number only once it has one."""
+
+    def __init__(self) -> None:
+        self.count, self.seen = 0, list[int]()
+
+    def __call__(self, number: int) -> None:
+        self.count += number
+        self.seen.append(number)
+        self.last = number
+
+
+class Reads(Counts):
+    """Counts the numbers that it takes from an iterator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = iter(range(100))
+
+    def __call__(self, number: int) -> None:
+        super().__call__(next(self.numbers))
+
+
+def test_a_call_of_a_function_is_undone_in_all_that_the_function_holds() -> None:
+    rows, counts, norm, means = 0, Counts(), nn.BatchNorm1d(3), {"mean": torch.zeros(())}
+    weight = nn.Parameter(torch.ones(3))
+
+    def function() -> None:
+        global calls  # noqa: PLW0603 - as in a script
+        nonlocal rows
+        calls += 1
+        rows += 2
+        counts(4)
+        norm(torch.rand(4, 3))
+        means["mean"] += 1
+        means["new"] = torch.ones(())
+
+    held, state = HeldState(function, nn.Linear(1, 1), CPU), torch.get_rng_state()
+    function()
+    with torch.no_grad():
+        weight += 1
+    held.restore()
+    assert (calls, rows, counts.count, counts.seen, hasattr(counts, "last")) == (0, 0, 0, [], False)
+    assert norm.num_batches_tracked == 0
+    assert not norm.running_mean.any()
+    assert means == {"mean": torch.zeros(())}
+    assert torch.equal(torch.get_rng_state(), state)
+    assert weight.eq(2).all()
+
+
+def test_an_object_whose_place_in_an_iterator_cannot_be_put_back_is_left_as_it_is() -> None:
+    reads, parts = Reads(), Reads()
+    reader = partial(lambda first, second: (first(0), second(0)), reads, second=parts)
+    held = HeldState(reader, nn.Linear(1, 1), CPU)
+    for _ in range(3):
+        reader()
+    held.restore()
+    assert reads.last == parts.last == next(reads.numbers) - 1
+    assert (reads.count, len(reads.seen)) == (3, 3)
+
+
+def test_objects_that_hold_themselves_and_large_data_are_read_once() -> None:
+    data, endless = torch.zeros(2**20), list[object]()
+    endless.append(endless)
+    counts = Counts()
+    vars(counts)["owner"] = counts
+
+    def function() -> None:
+        counts(1)
+        endless.append(data)
+
+    held = HeldState(function, nn.Linear(1, 1), CPU)
+    assert not held._tensors
+    function()
+    held.restore()
+    assert len(endless) == 1
+    assert counts.count == 0

@@ -433,12 +433,17 @@ class HeldState:
         if _is_of_library(type(value).__module__) or not hasattr(value, "__dict__"):
             return False
         owner = vars(value)
+        parts: tuple[list[Any], ...] = (self._objects, self._containers, self._tensors, self._arrays)
+        lengths = [len(part) for part in parts]
         understood = self._visit_all(owner.values(), depth + 1)
-        # The place in a file or in an iterator cannot be put back, nor may the numbers beside it then.
-        if understood and not hasattr(type(value), "__next__"):
+        # The place in an iterator or in a file cannot be put back, nor may numbers and lists beside it then.
+        if any(hasattr(type(one), name) for one in (value, *owner.values()) for name in ("__next__", "read")):
+            for part, length in zip(parts, lengths, strict=True):
+                del part[length:]
+            return False
+        if understood:
             self._objects.append((owner, dict(owner)))
-            return True
-        return False
+        return understood
 
     def restore(self) -> None:
         """Puts the state back."""
@@ -456,7 +461,10 @@ class HeldState:
         for owner, values in self._globals:
             owner.update({name: value for name, value in values.items() if owner.get(name) is not value})
         for owner, values in self._objects:
-            _write_dict(owner, values)
+            # One by one: another thread may look at the object meanwhile.
+            for name in owner.keys() - values.keys():
+                del owner[name]
+            owner.update({name: value for name, value in values.items() if owner.get(name, _FORGOTTEN) is not value})
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
