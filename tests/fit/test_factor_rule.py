@@ -44,13 +44,15 @@ def test_an_uncertain_prediction_aims_lower() -> None:
 
 
 @pytest.mark.parametrize(("capped", "fills"), [(False, 0.8), (True, 1.0)])
-def test_however_wide_the_interval_half_of_the_memory_of_a_tried_batch_is_used(capped: bool, fills: float) -> None:
+def test_however_wide_the_interval_half_of_the_memory_beside_weights_of_a_tried_batch_is_used(
+    capped: bool, fills: float
+) -> None:
     found = limits(0.1, 0.8, capped=capped)
     model = replace(found.training.model, sigma_bytes=0.5 * CAPACITY)
     rule = FactorRule(decided=None, aim=TARGET)
     wide = replace(found, training=replace(found.training, model=model))
-    assert rule.decide(wide).aim.share == pytest.approx(0.5 * fills)
-    assert rule.decide(wide).value == pytest.approx((0.5 * fills - 0.1) / 0.7)
+    assert rule.decide(wide).aim.share == pytest.approx(0.1 + 0.5 * (fills - 0.1))
+    assert rule.decide(wide).value == pytest.approx(0.5 * (fills - 0.1) / 0.7)
     untried = replace(wide, training=replace(wide.training, trials=0))
     assert rule.decide(untried).value == rule.minimum
 

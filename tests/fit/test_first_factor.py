@@ -31,7 +31,20 @@ def test_the_factor_of_the_closed_form_meets_the_aim(base: float, fills: float, 
 def test_what_was_not_seen_to_fit_is_not_aimed_at() -> None:
     assert lower_aim(limits(0.1, 0.84), Aim(0.9)) == Aim(pytest.approx(0.84), "no more was seen to fit")
     assert lower_aim(limits(0.1, 0.84, trials=0), Aim(0.9)).reason == "no more is predicted to fit"
-    assert lower_aim(limits(0.1, 0.84), Aim(0.9), margin=0.01).share == pytest.approx(0.83)
+    lowered = lower_aim(limits(0.1, 0.84), Aim(0.9), margin=0.01)
+    assert lowered == Aim(pytest.approx(0.83), "no more was seen to fit")
+    reason = "84.0% was seen to fit, and the prediction is not certain enough"
+    assert lower_aim(limits(0.1, 0.84), Aim(0.9), margin=0.2) == Aim(pytest.approx(0.64), reason)
+
+
+@given(base=shares, tried=st.floats(0.05, 0.4), margin=st.floats(0.0, 1.0))
+def test_half_of_the_memory_beside_weights_and_state_is_aimed_at_where_it_was_tried(
+    base: float, tried: float, margin: float
+) -> None:
+    found = limits(base, base + tried)
+    aim = lower_aim(found, Aim(0.999), margin=margin)
+    assert aim.share == pytest.approx(min(base + max(tried - margin, tried / 2), 0.999))
+    assert closed_form_factor(found, aim.share) >= 0.5 - 1e-9
 
 
 def test_a_batch_of_uniform_samples_that_was_tried_needs_no_margin() -> None:

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from can_train.fit.cost_model import DeviceLimits
     from can_train.fit.step_time import Times
 
-# Least share that a plan works towards of the memory in which a batch was tried, however wide the prediction's interval
-# is: where memory does not follow the features, the interval would leave the device empty. A batch that runs out of
-# memory is rescued, and the next run knows.
+# Least share that a plan works towards of the memory beside weights and state in which a batch was tried, however wide
+# the prediction's interval is: where memory does not follow the features, the interval would leave the device empty. A
+# batch that runs out of memory is rescued, and the next run knows.
 _LEAST_TRIED: Final = 0.5
+_NEARLY: Final = 0.02  # share of the capacity between an aim and the memory seen to fit that takes no words
+_UNCERTAIN: Final = "the prediction is not certain enough"
 _LEAST_LIMIT_BYTES: Final = 1.0  # Least divisor in place of a tuned limit: dividing by it needs no case of its own
 
 
@@ -35,15 +37,28 @@ NO_AIM: Final = Aim(1.0)  # The aim of a factor that a person has fixed: it hold
 def lower_aim(limits: DeviceLimits, aim: Aim, *, margin: float = 0.0) -> Aim:
     """Lowers an aim to the largest peak that was seen to fit, less a margin (share of the capacity); `NO_AIM` stays. A
     small or fragmented device runs out of memory well below its capacity. Where a batch was tried, the margin is at
-    most half of its peak.
+    most half of its peak above weights and state.
     """
     training = limits.training
     # A search that stopped where memory decides nothing has not seen how much fits.
     fits = 1.0 if training.capped else training.peak_bytes(training.tuned_limit) / limits.capacity_bytes
-    highest = max(fits - margin, _LEAST_TRIED * fits if training.trials else 0.0)
+    highest = max(fits - margin, _least_aim(limits, fits))
     if aim == NO_AIM or highest >= aim.share:
         return aim
-    return Aim(highest, "no more was seen to fit" if training.trials else "no more is predicted to fit")
+    if not training.trials:
+        return Aim(highest, "no more is predicted to fit")
+    if fits - highest > _NEARLY:
+        fact = "" if training.capped else f"{fits:.1%} was seen to fit, and "
+        return Aim(highest, f"{fact}{_UNCERTAIN}")
+    return Aim(highest, "no more was seen to fit")
+
+
+def _least_aim(limits: DeviceLimits, fits: float) -> float:
+    """Returns the least share of the capacity to work towards where batches were tried, the largest up to `fits`."""
+    if not limits.training.trials:
+        return 0.0
+    state = min(limits.training.model.base_bytes / limits.capacity_bytes, fits)
+    return state + _LEAST_TRIED * (fits - state)
 
 
 def predicted_half_width(limits: DeviceLimits) -> float:
@@ -174,8 +189,8 @@ class FactorRule:
             return replace(self.decided, aim=self.aim if self.aim_is_learned else lower_aim(limits, self.aim))
         # The prediction's interval must not reach beyond the capacity.
         width = predicted_half_width(limits)
-        certain = max(1.0 - width, _LEAST_TRIED if limits.training.trials else 0.0)
-        aim = self.aim if certain >= self.aim.share else Aim(certain, "the prediction is not certain enough")
+        certain = max(1.0 - width, _least_aim(limits, 1.0))
+        aim = self.aim if certain >= self.aim.share else Aim(certain, _UNCERTAIN)
         # A margin below a batch that was tried would take a whole sample away.
         was_tried = is_uniform and limits.training.trials > 0
         aim = lower_aim(limits, aim, margin=0.0 if was_tried else width)
