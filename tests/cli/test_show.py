@@ -85,6 +85,25 @@ def test_a_run_that_was_interrupted_is_shown_with_the_line_that_continues_it(
     assert (facts["scores"], facts["plan"]) == (None, None)
 
 
+def test_the_memory_of_a_run_that_ended_within_an_epoch_is_that_of_its_steps_too(
+    shelf: Shelf, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shelf.put(1, shelf.resolved("gat", "normal"), None)
+    epoch = {"step": 10, "epoch": 1, "micro_batches": 10, "micro_batch_size": 7, "ooms_rescued": 1,
+             "peak_memory_pct": 0.25}  # fmt: skip
+    step = {"step": 10, "steps": 1, "loss": 1.0, "allocated_bytes": 90, "reserved_bytes": 99, "micro_batches": 4,
+            "micro_batch_size": 5, "ooms_rescued": 1}  # fmt: skip
+    limits = {"from_step": 1, "device": "gpu", "capacity_bytes": 100, "safe_bytes": None, "predicted_bytes": None}
+    steps = [limits, step, {**step, "step": 12, "steps": 2, "allocated_bytes": 50, "ooms_rescued": 2}]
+    (folder.path / "steps.jsonl").write_text("\n".join(map(json.dumps, steps)) + '\n{"step": 13')
+    facts = json.loads(shown(capsys, "last", "--json", *shelf.flags))["memory"]
+    assert (facts["rescues"], facts["peak_share"], facts["micro_batches_per_step"]) == (3, 0.9, 1.0)
+    folder.metrics_path.write_text(json.dumps(epoch))
+    facts = json.loads(shown(capsys, "last", "--json", *shelf.flags))["memory"]
+    assert (facts["rescues"], facts["peak_share"], facts["largest_micro_batch"]) == (3, 0.5, 7)
+    assert facts["micro_batches_per_step"] == (10 + 8) / 12
+
+
 def test_the_memory_of_a_run_is_that_of_all_its_attempts(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
     last = {"peak_memory_bytes": 2**20, "peak_memory_pct": 0.125, "micro_batch_size": 3, "ooms_rescued": 1}
     folder = shelf.put(1, shelf.resolved("gat", "normal"), last)

@@ -207,12 +207,13 @@ def full_plan(plan: Mapping[str, Any], device: str) -> tuple[list[str], list[tup
 
 
 def memory_facts(folder: RunFolder, result: Mapping[str, Any]) -> dict[str, Any]:
-    """Collects peak, micro-batches and rescues of a run from its metrics and its result, which has those of its last
-    attempt.
+    """Collects peak, micro-batches and rescues of a run from its metrics, from the steps after its last epoch, and from
+    its result, which has those of its last attempt.
 
     A figure that is not known is None.
     """
     epochs = [_numbers(line) for line in folder.metrics() if "micro_batches" in line]
+    epochs += _open_epoch(folder, max((line.get("step") or 0 for line in epochs), default=0))
     result = _numbers(result)
     steps = max((line.get("step") or 0 for line in epochs), default=0)
     parts = sum(line["micro_batches"] or 0 for line in epochs)
@@ -231,6 +232,21 @@ def memory_facts(folder: RunFolder, result: Mapping[str, Any]) -> dict[str, Any]
         "largest_micro_batch": max([*sizes, result.get("micro_batch_size") or 0]) or None,
         "rescues": max(rescues, result.get("ooms_rescued") or 0),
     }
+
+
+def _open_epoch(folder: RunFolder, step: float) -> list[dict[str, float | None]]:
+    """Reads the steps after `step` as lines of metrics: a run may have ended within an epoch."""
+    lines, capacity = list[dict[str, float | None]](), None
+    for line in text_or_nothing(folder.path / "steps.jsonl").splitlines():
+        values = _numbers(parse_object(line))
+        capacity = values.get("capacity_bytes") or capacity
+        if (values.get("step") or 0) > step:
+            parts, peak = values.get("micro_batches"), values.get("allocated_bytes")
+            share = round(peak / capacity, _SHARE_DIGITS) if peak and capacity else None
+            lines.append(
+                {**values, "micro_batches": (parts or 0) * (values.get("steps") or 1), "peak_memory_pct": share}
+            )
+    return lines
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
