@@ -382,9 +382,9 @@ def test_a_queue_of_the_latest_outputs_is_not_split(lightning: ModuleType, tmp_p
 
 
 @pytest.mark.parametrize("first", [0, 2])
-@pytest.mark.parametrize("is_tuple", [False, True])
+@pytest.mark.parametrize("keeps", ["a tensor", "a tuple", "a dict", "a list"])
 def test_a_part_begins_with_its_rows_of_the_state_that_the_batch_before_has_left(
-    lightning: ModuleType, tmp_path: Path, first: int, is_tuple: bool
+    lightning: ModuleType, tmp_path: Path, first: int, keeps: str
 ) -> None:
     """Memory runs out in the first batch, or in the third, when a state is there."""
 
@@ -392,10 +392,18 @@ def test_a_part_begins_with_its_rows_of_the_state_that_the_batch_before_has_left
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             if self.fails and batch_idx >= first and len(batch[0]) > 4:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
-            state: Any = self.state[0] if isinstance(self.state, tuple) else self.state
+            if self.state is None:
+                self.state: Any = {"a dict": {}, "a list": [None]}.get(keeps)
+            key = "hidden" if keeps == "a dict" else 0
+            state: Any = self.state.get(key) if keeps == "a dict" else self.state
+            if keeps in ("a tuple", "a list") and state is not None:
+                state = state[0]
             state = state if state is not None and state.shape[1] == len(batch[0]) else None
             features, state = self.rnn(batch[0].expand(5, *batch[0].shape), state)
-            self.state: Any = (state.detach(), state.detach().square()) if is_tuple else state.detach()
+            if keeps in ("a dict", "a list"):
+                self.state[key] = state.detach()
+            else:
+                self.state = (state.detach(), state.detach().square()) if keeps == "a tuple" else state.detach()
             return F.cross_entropy(self.out(features[-1]), batch[1])
 
     weights = []

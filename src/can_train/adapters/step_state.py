@@ -268,25 +268,27 @@ class StepState:
             if not type(place[0]).__module__.startswith("torch."):
                 yield position, place, tensor, version, copied
 
-    def kept_rows(self, kinds: Kinds, rows: slice, samples: int) -> list[tuple[Any, str, Any]]:
-        """Returns the attributes that held a row for each of so many samples when the state was read, as the hidden
-        state of the batch before does: owner, name, and the value with some rows alone.
+    def kept_rows(self, kinds: Kinds, rows: slice, samples: int) -> list[tuple[Any, Any, Any]]:
+        """Returns the attributes, and entries of containers, that held a row for each of so many samples when the state
+        was read, as the hidden state of the batch before does: owner, name, and the value with some rows alone.
         """
-        taken = []
-        names = dict.fromkeys(place[1:3] for place in kinds.row_dims if place[0] == ATTRIBUTE)
-        for position, name in names:
-            if not 0 <= position < len(self._with_attributes):
+        taken: dict[tuple[int, Any], tuple[Any, Any, Any]] = {}
+        for place, dim in kinds.row_dims.items():
+            if place[0] != ATTRIBUTE or not 0 <= place[1] < len(self._with_attributes):
                 continue
-            owner, value = self._attributes[position].owner, self._attributes[position].values.get(name)
-            place = (ATTRIBUTE, position, name)
-            if isinstance(value, tuple):
-                members = [_rows_of(one, kinds.row_dims.get((*place, number)), rows, samples)
-                           for number, one in enumerate(value)]  # fmt: skip
-            else:
-                members = [_rows_of(value, kinds.row_dims.get(place), rows, samples)]
-            if all(member is not None for member in members):
-                taken.append((owner, name, tuple(members) if isinstance(value, tuple) else members[0]))
-        return taken
+            owner, name, value = self._attributes[place[1]].at(place[2:])
+            _, _, earlier = taken.get((id(owner), name), (owner, name, value))
+            member = value[place[-1]] if isinstance(value, tuple) else value
+            if not isinstance(member, Tensor) or member.dim() <= dim or member.shape[dim] != samples:
+                continue
+            # As a state of that size would lie in memory, which cuDNN demands.
+            part: Any = member.narrow(dim, rows.start, rows.stop - rows.start).clone(
+                memory_format=torch.contiguous_format
+            )
+            if isinstance(earlier, tuple):
+                part = (*earlier[: place[-1]], part, *earlier[place[-1] + 1 :])
+            taken[id(owner), name] = owner, name, part
+        return list(taken.values())
 
     def largest_hoard(self) -> str:
         """Names the container that keeps the most tensors on the device, as a clause; empty where there is none."""
@@ -495,6 +497,19 @@ class Attributes:
         known, entries = self._containers.get(id(container), (None, None))
         return entries if known is container else None
 
+    def at(self, path: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """Returns the owner, the name and the value of what was at a path: a name, and keys of containers. The last key
+        may be a position in the value, a tuple.
+        """
+        owner, name, value = self.owner, path[0], self.values.get(path[0])
+        for key in path[1:]:
+            if isinstance(value, tuple):
+                break
+            entries = self._entries_of(value, {})
+            is_there = key in entries if isinstance(entries, dict) else isinstance(entries, list) and key < len(entries)
+            owner, name, value = value, key, entries[key] if is_there else None
+        return owner, name, value
+
     def restore(self) -> None:
         """Restores them."""
         state = vars(self.owner)
@@ -586,7 +601,10 @@ class PartStates:
     def take_rows(self, start: int, stop: int, kinds: Kinds) -> None:
         """Gives attributes that have a row for each sample the rows of the part, which begins."""
         for owner, name, value in self._state.kept_rows(kinds, slice(start, stop), self._samples):
-            setattr(owner, name, value)
+            if isinstance(owner, dict | list):
+                owner[name] = value
+            else:
+                setattr(owner, name, value)
 
     def end(self, start: int, stop: int) -> None:
         """Notes what the part has changed."""
@@ -727,14 +745,6 @@ def _as_tensor(value: Any) -> Any:
     if isinstance(value, float) or not isinstance(value, np.ndarray | np.generic):
         return value
     return torch.from_numpy(np.asarray(value).astype(np.int64 if value.dtype.kind in "iu" else np.float64))
-
-
-def _rows_of(value: Any, dim: int | None, rows: slice, samples: int) -> Tensor | None:
-    """Copies some rows of a tensor that has so many along a dimension; None where it has not."""
-    if not isinstance(value, Tensor) or dim is None or value.dim() <= dim or value.shape[dim] != samples:
-        return None
-    # As a state of that size would lie in memory, which cuDNN demands.
-    return value.narrow(dim, rows.start, rows.stop - rows.start).clone(memory_format=torch.contiguous_format)
 
 
 def _is_uncounted(tensor: Tensor) -> bool:
