@@ -125,14 +125,16 @@ class BatchDependence:
             return later
         terms = {**self.terms, **{term: max(change, self.terms.get(term, 0.0)) for term, change in later.terms.items()}}
         modules = tuple(dict.fromkeys((*self.modules, *later.modules)))
-        return replace(later, terms=terms, modules=modules, drops=self.drops or later.drops)
+        faults = {**later.faults, **self.faults}
+        return replace(later, terms=terms, modules=modules, drops=self.drops or later.drops, faults=faults)
 
     def news(self, earlier: BatchDependence | None) -> BatchDependence:
-        """Returns of a comparison the dependences that an earlier one did not tell."""
+        """Returns of a comparison the dependences and faults that an earlier one did not tell."""
         if earlier is None:
             return self
         terms = {term: change for term, change in self.terms.items() if term not in earlier.terms}
-        return replace(self, terms=terms, modules=self.modules if terms else (), measured=True)
+        faults = {term: fault for term, fault in self.faults.items() if term not in earlier.faults}
+        return replace(self, terms=terms, modules=self.modules if terms else (), faults=faults, measured=True)
 
     def sentences(self, *, split: bool, ranks: int = 1) -> list[str]:
         """Returns the sentences of a plan about it; `split` tells whether its batches are split, as most never are, and

@@ -514,8 +514,8 @@ class MicroBatcher:
         return result
 
     def _judge(self, losses_of: Callable[[int, int], Losses], result: BatchResult) -> None:
-        """Compares a batch or a share with the whole, where that is due: raises where it would train something else,
-        and warns where a split changes its gradient.
+        """Compares a batch or a share with the whole, where that is due. The first comparison raises where the loss
+        would train something else; a later one warns, as of a split that changes the gradient: hours may be lost.
         """
         if not self._had_gradient and any(result.denominators.values()):
             raise ArgumentError(
@@ -524,9 +524,9 @@ class MicroBatcher:
             )  # fmt: skip
         if not self.compares or not self.is_compared(result):
             return
-        measured = self._compared(losses_of, result.micro_batches)
+        measured, is_first = self._compared(losses_of, result.micro_batches), self.batch_dependence is None
         news = self.learn_dependence(measured)
-        for term, fault in measured.faults.items():
+        for term, fault in measured.faults.items() if is_first else ():
             raise ArgumentError(fault.fact(term), value=fault.numbers, remedy=fault.remedy(term))
         # At the line that called `run` or `run_share`.
         news.warn(stacklevel=4)

@@ -820,10 +820,12 @@ def _compare(
         The dependences that no earlier comparison has shown.
 
     Raises:
-        DataError: A mean is in the place of a sum, or denominators do not add up.
+        DataError: In the first comparison, a mean is in the place of a sum, or denominators do not add up. A later one
+            tells it: a training is not lost for it.
     """
     engine, meter, batcher = session.engine, session.meter, session.engine.batcher
-    if batcher.batch_dependence is None:
+    is_first = batcher.batch_dependence is None
+    if is_first:
         batcher.batch_dependence = engine.planner.batch_dependence
     # The memory of a comparison is not the step's.
     session.monitor.pause()
@@ -834,8 +836,9 @@ def _compare(
         whole = batcher.measure_dependence(losses_of, result.micro_batches, has_room=True, judges=True)
         measured = whole if whole.measured else measured
     meter.release()
-    # The loss of some samples may be a constant.
-    engine.planner.check_loss(replace(measured, trains=True))
+    if is_first:
+        # The loss of some samples may be a constant.
+        engine.planner.check_loss(replace(measured, trains=True))
     return batcher.learn_dependence(measured)
 
 
