@@ -1128,6 +1128,75 @@ def test_sizes_that_are_not_scaled_are_noticed(name: str, dispatched: None, monk
     assert found.notices or found.tensors.num_bytes != pytest.approx(peak, rel=0.05)
 
 
+class Gated(nn.Module):
+    """A wide network computes the tokens that a gate chooses, which the bias decides: all of them, or none."""
+
+    def __init__(self, bias: float, chosen: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.gate, self.wide = nn.Linear(32, 64), nn.Linear(64, 1), nn.Linear(64, 1024)
+        nn.init.constant_(self.gate.bias, bias)
+        self.chosen = chosen
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x).flatten(0, 1)
+        return torch.tanh(self.wide(hidden[self.chosen(self.gate(hidden)[:, 0])])).sum() + hidden.sum()
+
+
+MANY_TOKENS = torch.randn(1024, 16, 32, generator=_drawn)
+# Masks, positions, and numbers that no operation returns.
+CHOOSING_TOKENS: dict[str, Callable[[Tensor], Any]] = {
+    "mask": lambda scores: scores > 4,
+    "positions": lambda scores: (scores > 4).nonzero()[:, 0],
+    "number": lambda scores: slice(int((scores > 4).sum())),
+    "list": lambda scores: [place for place, score in enumerate(scores.tolist()) if score > 4],
+    "array": lambda scores: slice(int((scores.detach().numpy() > 4).sum())),
+}
+
+
+@pytest.mark.parametrize("name", CHOOSING_TOKENS)
+@pytest.mark.parametrize("bias", [6.0, -6.0])
+def test_sizes_that_depend_on_values_are_computed_without_a_card(name: str, bias: float) -> None:
+    torch.manual_seed(0)
+    model = Gated(bias, CHOOSING_TOKENS[name])
+
+    def loss_of(rows: NDArray[np.int64]) -> Tensor:
+        loss: Tensor = model(MANY_TOKENS[rows])
+        return loss
+
+    found = predict_peak(model, 1024, loss_of=loss_of)
+    peak = measured(model, loss_of, np.arange(1024), torch.optim.AdamW)
+    assert found.peak_bytes == pytest.approx(peak, rel=0.02)
+    assert found.assumptions[0].startswith("Some sizes depend on values")
+    assert not {"tolist", "numpy"} & vars(Tensor).keys()
+    least, most = found.interval_bytes
+    assert most - least > 0.15 * peak
+
+
+def test_sizes_of_a_task_that_depend_on_values_are_computed_without_a_card() -> None:
+    class GatedTask(PositiveTask):
+        def build_model(self) -> nn.Module:
+            first = nn.Linear(4, 64)
+            nn.init.constant_(first.bias, 100.0)
+            return nn.Sequential(nn.Linear(4, 2**15), nn.Linear(2**15, 4), first, Chosen(), nn.Linear(64, 1))
+
+    assert "small batches that are computed" in predict_peak(GatedTask(), 60).assumptions[0]
+
+
+def test_sizes_of_masks_that_are_data_are_drawn_beside() -> None:
+    mask, model = MANY_TOKENS[..., 0] > 0, nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 8))
+
+    def loss_of(rows: NDArray[np.int64]) -> Tensor:
+        is_real = mask[rows]
+        assert is_real.any()
+        loss: Tensor = model(MANY_TOKENS[rows])[is_real].square().sum()
+        return loss if MANY_TOKENS[rows].sum().item() else 2 * loss
+
+    found = predict_peak(model, 1024, loss_of=loss_of)
+    assert not any("values" in told for told in found.assumptions)
+    peak = measured(model, loss_of, np.arange(1024), torch.optim.AdamW)
+    assert found.peak_bytes == pytest.approx(peak, rel=0.05)
+
+
 class PositiveTask(LineTask):
     """Goes on with the points whose first hidden number is positive."""
 

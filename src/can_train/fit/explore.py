@@ -263,11 +263,19 @@ class Workload:
 
     def peak(self, meter: Meter, positions: Positions, *, steps: int = 1) -> Peak:
         """Runs the batch of the samples at some positions, several times, and returns the peak."""
-        meter.reset_peak()
-        for _ in range(steps):
-            with meter.measuring(self.resident):
-                self.run(self.rows[positions])
-        return Peak(meter.peak_bytes(), meter.peak_reserved_bytes())
+        while True:
+            meter.reset_peak()
+            try:
+                for _ in range(steps):
+                    with meter.measuring(self.resident):
+                        self.run(self.rows[positions])
+            except Exception:
+                # A program may refuse random numbers, or run out of memory with them.
+                if not meter.take_values():
+                    raise
+            else:
+                if not meter.take_values():
+                    return Peak(meter.peak_bytes(), meter.peak_reserved_bytes())
 
 
 Record = Callable[[Workload, Positions], "int | None"]

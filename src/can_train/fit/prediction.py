@@ -103,6 +103,7 @@ _CLEARED: Final = ("before", "after")
 _TOLD_SHARE: Final = 0.01  # of the peak: smaller gradients that are alive are not told
 _ANY_LR: Final = 1e-3  # a learning rate decides no memory
 _SIZES_SHARE: Final = 0.1  # of the peak: the change that other values may cause; not measured
+_COMPUTED: Final = "Some sizes depend on values: they are the sizes of small batches that are computed"
 # Cost of a batch unlike the probes that tells whether the line holds for it: so many costs of the largest probe, and
 # again so many, up to some bytes, as far as running it is expected to take no more than some seconds. Above the probes
 # another instant of the step may decide the peak, whose memory grows faster.
@@ -718,15 +719,20 @@ def _with_assumptions(found: PeakPrediction, trace: AllocationTrace) -> PeakPred
 
 def _of_sizes(found: PeakPrediction, sizes: ValueSizes) -> PeakPrediction:
     """Widens the interval of a step whose sizes depend on values, and says which step they are of."""
+    of_step = counted(sizes.largest_step, "sample")
+    told = f"Some sizes depend on values: they are the sizes of a step of {of_step} on the CPU"
+    if sizes.largest_step < sizes.num_samples:
+        told = f"{told}, in proportion"
+    return _of_values(found, told)
+
+
+def _of_values(found: PeakPrediction, told: str) -> PeakPrediction:
+    """Widens the interval of a step whose sizes depend on values, by the change that other values may cause."""
     tensors = replace(
         found.tensors,
         least_bytes=(1 - _SIZES_SHARE) * found.tensors.least_bytes,
         most_bytes=(1 + _SIZES_SHARE) * found.tensors.most_bytes,
     )
-    of_step = counted(sizes.largest_step, "sample")
-    told = f"Some sizes depend on values: they are the sizes of a step of {of_step} on the CPU"
-    if sizes.largest_step < sizes.num_samples:
-        told = f"{told}, in proportion"
     return replace(found, tensors=tensors, assumptions=(*found.assumptions, told))
 
 
@@ -745,7 +751,8 @@ def _of_task(task: BatchTask, batch: Any, training: TrainingSettings) -> PeakPre
     for explorer, others in zip(explorers, others_of(explorers), strict=True):
         explorer.other_phases = others
         explorer.count_others_state()
-    return max((_of_phase(explorer, batch) for explorer in explorers), key=lambda found: found.peak_bytes)
+    found = max((_of_phase(explorer, batch) for explorer in explorers), key=lambda found: found.peak_bytes)
+    return _of_values(found, _COMPUTED) if meter.values_decide else found
 
 
 def _of_phase(explorer: Explorer, batch: Any) -> PeakPrediction:
@@ -968,7 +975,7 @@ def _from_probes(of: _Step, expected: _Reached) -> tuple[PeakPrediction, _Reache
     phase = SearchResult(model=law, tuned_limit=math.inf, capped=True, mean_totals=means)
     peak = max(peak, float(optimizer_step))
     reached.kept &= reached.with_gradient
-    return PeakPrediction(
+    found = PeakPrediction(
         tensors=_around(peak, law.half_width(batch.totals)),
         parts=_line_parts(peak, law.base_bytes),
         explains=explains,
@@ -976,7 +983,8 @@ def _from_probes(of: _Step, expected: _Reached) -> tuple[PeakPrediction, _Reache
             device_key=meter.key, capacity_bytes=meter.capacity_bytes, training=phase, evaluation=phase,
             optimizer_peak_bytes=optimizer_step, gradient_bytes=optimizer.parameter_bytes,
         ),
-    ), reached  # fmt: skip
+    )  # fmt: skip
+    return (_of_values(found, _COMPUTED) if meter.values_decide else found), reached
 
 
 def _beyond_probes(work: Workload, meter: CpuMeter, batch: _Batch, fit: ProbeFit) -> tuple[CostModel, float, bool]:

@@ -30,6 +30,7 @@ from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.memory.sharded_tensors import shard_of
 from can_train.memory.simulated.allocator import PLAIN, AllocatorSettings, no_contention
 from can_train.memory.simulated.gpu import LiveStorageTracker, SimulatedGpu, StorageTracker
+from can_train.memory.value_sizes import watching_numbers
 
 # Most bytes that this process's own CUDA context and kernels take of a GPU outside the allocator. The driver does not
 # tell whose memory is whose, so bytes beyond this that are missing at the start count as held by other processes.
@@ -82,6 +83,12 @@ class Meter(ABC):
     def measuring(self, resident: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Opens a span whose peak counts; `resident` tensors are already on the device."""
         return nullcontext()
+
+    def take_values(self) -> bool:
+        """Computes all results from now on if the last span drew results at random that decided a size or that the
+        program read. Returns whether that span is to be measured again.
+        """
+        return False
 
     @abstractmethod
     def reset_peak(self) -> None:
@@ -156,6 +163,8 @@ class CpuMeter(Meter):
         self._cuda = cuda
         # Only memory is read of a GPU's spans, which nothing trains.
         self._computes = cuda is None
+        self._has_read_drawn = False
+        self.values_decide = False  # Whether values of results decided a size, or were read, in a measured span
         self.device = torch.device("cpu")
         self.name = "cpu"
         self.total_bytes = psutil.virtual_memory().total
@@ -172,11 +181,19 @@ class CpuMeter(Meter):
         )
         self._open.append(tracker)
         try:
-            with tracker:
+            with tracker, nullcontext() if self._computes else watching_numbers(tracker.note_read):
                 yield
         finally:
             self._open.remove(tracker)
             self._peak_bytes = max(self._peak_bytes, tracker.peak_bytes)
+            self._has_read_drawn = self._has_read_drawn or tracker.has_read_drawn
+
+    def take_values(self) -> bool:
+        """Computes the results of a GPU's spans, too, once a size or a number depends on them."""
+        if not self._has_read_drawn:
+            return False
+        self._has_read_drawn, self._computes, self.values_decide = False, True, True
+        return True
 
     def reset_peak(self) -> None:
         """Forgets the peak; open spans start again from their live bytes."""

@@ -10,8 +10,9 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +31,9 @@ _NONZERO: Final = "nonzero"
 _VALUE_TAGS: Final = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 # Operators of PyTorch, which say by tags that results depend on values; other libraries' may not (torchvision's nms).
 _TAGGED: Final = ("aten", "prim", "prims")
+# Their results have the sizes of lengths, or of a rank, and not of the values that they compute with.
+_BY_LENGTHS: Final = frozenset({"_ctc_loss", "linalg_lstsq"})
+_INTO_NUMBERS: Final = ("tolist", "numpy")  # methods of tensors
 # Files of PyTorch and of this package: the line that asks is outside of them.
 _INSIDE: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _BACKWARD: Final = (
@@ -202,6 +206,46 @@ class _Reader(TorchDispatchMode):
 
     def _add(self, func: Any, use: Use) -> None:
         self._uses.setdefault(site_of(func), []).append(use)
+
+
+def deciding_tensors(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    """Returns the arguments of an operation whose values decide the size of its result, or a number that it returns."""
+    if func in INDEXING:
+        return [index for index in args[1] if index is not None and index.dtype in _MASKS]
+    if func is _aten.masked_select.default:
+        return [args[1]]
+    return [value for value in tree_iter(args) if isinstance(value, Tensor)] if _reads_values(func) else []
+
+
+_MASKS: Final = (torch.bool, torch.uint8)
+
+
+@cache
+def _reads_values(func: Any) -> bool:
+    if func.namespace not in _TAGGED:
+        return True
+    return bool(_VALUE_TAGS & set(func.tags)) and func.overloadpacket.__name__ not in _BY_LENGTHS
+
+
+@contextmanager
+def watching_numbers(on_read: Callable[[Tensor], object]) -> Iterator[None]:
+    """Calls a function with each tensor of the block that becomes a list or an array, which no operation makes."""
+    # With a mode of functions, `nn.MultiheadAttention` would take another way.
+    with ExitStack() as stack:
+        for name in _INTO_NUMBERS:
+            own, method = Tensor.__dict__.get(name), getattr(Tensor, name)
+            setattr(Tensor, name, _watched(method, on_read))
+            stack.callback(*(delattr, Tensor, name) if own is None else (setattr, Tensor, name, own))
+        yield
+
+
+def _watched(method: Callable[..., Any], on_read: Callable[[Tensor], object]) -> Callable[..., Any]:
+    @wraps(method)
+    def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        on_read(tensor)
+        return method(tensor, *args, **kwargs)
+
+    return read
 
 
 def _version(tensor: Tensor) -> int:

@@ -29,6 +29,7 @@ from can_train.memory.simulated.allocator import (
     no_contention,
     segment_bytes,
 )
+from can_train.memory.value_sizes import deciding_tensors
 
 Allocation = TypeVar("Allocation")
 
@@ -115,10 +116,11 @@ def _composition(func: Any) -> Callable[..., Any] | None:
 class _TrackedStorage(weakref.ref[UntypedStorage], Generic[Allocation]):
     """A storage, its size in bytes, and its allocation; None for memory outside the device."""
 
-    __slots__ = ("allocation", "key", "size")
+    __slots__ = ("allocation", "is_drawn", "key", "size")
     key: int
     allocation: Allocation | None
     size: int
+    is_drawn: bool  # Whether its numbers follow from random numbers that stand for a result
 
 
 class _HostStorage(weakref.ref[UntypedStorage]):
@@ -140,6 +142,8 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
         super().__init__()  # type: ignore[no-untyped-call]
         self._cuda = cuda  # of the GPU whose operators run; None: the CPU's own do
         self._computes = computes  # whether large products have values; if not, random numbers are in their place
+        self.has_read_drawn = False  # Whether such numbers decided a size, or were read by the program
+        self._has_drawn = False
         self._outside = False
         self._offloads = False
         self.peak_host_bytes = 0  # The most bytes of copies that have left the device at once
@@ -235,6 +239,12 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
     def _run_counted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs an operation as it is, then counts the storages of its results."""
         shortcut = None if self._computes else _shortcut(func, args)
+        is_drawn = shortcut is not None
+        if is_drawn:
+            self._has_drawn = True
+        elif self._has_drawn and not self.has_read_drawn:
+            is_drawn = self._are_drawn(args)
+            self.has_read_drawn = is_drawn and self._are_drawn(deciding_tensors(func, args))
         result = func(*args, **kwargs) if shortcut is None else shortcut(func, args, kwargs)
         self.free_dead()
         # A view is where the tensor is that it is of.
@@ -246,9 +256,11 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
                 for storage in self._storages(tensor) if isinstance(tensor, Tensor) else ():
                     tracked = self._find(storage)
                     if tracked is None:
-                        self._track(storage, outside=self._outside or _is_view(func, args, storage))
+                        tracked = self._track(storage, outside=self._outside or _is_view(func, args, storage))
                     elif tracked.allocation is not None and tracked.size != storage.nbytes():
                         self._resize(tracked, storage.nbytes())
+                    if is_drawn and tracked is not None:
+                        tracked.is_drawn = True
         except torch.OutOfMemoryError as error:
             failure = str(error)
         else:
@@ -256,6 +268,22 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
         # The error's traceback holds this frame: the result would live as long as the error.
         del result, tensor, storage, tracked
         raise torch.OutOfMemoryError(failure)
+
+    def _are_drawn(self, values: Iterable[Any]) -> bool:
+        """Tells whether some of the arguments of an operation follow from drawn numbers."""
+        for value in values:
+            if isinstance(value, Tensor):
+                for storage in self._storages(value):
+                    tracked = self._find(storage)
+                    if tracked is not None and tracked.is_drawn:
+                        return True
+            elif isinstance(value, list | tuple) and self._are_drawn(value):
+                return True
+        return False
+
+    def note_read(self, tensor: Tensor) -> None:
+        """Notes that the program reads the numbers of a tensor."""
+        self.has_read_drawn = self.has_read_drawn or (self._has_drawn and self._are_drawn([tensor]))
 
     def seed_resident(self, tensors: Iterable[Tensor]) -> None:
         """Counts tensors that were made before the mode was entered, or outside the device, from now on; tensors that
@@ -311,14 +339,17 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
         # The entry may belong to a dead storage that had this id.
         return tracked if tracked is not None and tracked() is storage else None
 
-    def _track(self, storage: UntypedStorage, *, outside: bool) -> None:
+    def _track(self, storage: UntypedStorage, *, outside: bool) -> _TrackedStorage[Allocation] | None:
+        """Counts a storage; returns None where it is empty."""
         size = storage.nbytes()
         if size == 0:
-            return
+            return None
         allocation = None if outside else self._allocate(size)
         tracked: _TrackedStorage[Allocation] = _TrackedStorage(storage, self._dead.append)
         tracked.key, tracked.size, tracked.allocation = id(storage), size, allocation
+        tracked.is_drawn = False
         self._tracked[tracked.key] = tracked
+        return tracked
 
     def _resize(self, tracked: _TrackedStorage[Allocation], size: int) -> None:
         """Moves a storage to a room of its new size; while it is copied, it takes both."""
