@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from can_train.errors import DoesNotFitError, OutOfMemoryDetails
 from can_train.fit.cost_model import SearchResult
 from can_train.fit.epochs import kept_rows
-from can_train.fit.explore import ProbeBounds, Search, SearchTime, fit_by_probes
+from can_train.fit.explore import Explorer, ProbeBounds, Search, SearchTime, fit_by_probes
 from can_train.fit.factor_rule import EarlierSearch, FactorRule, RememberedLimit, RememberedLimits
 from can_train.fit.packing import BatchCosts
 from can_train.fit.planner import Planner, on_no_rung, plan_request
@@ -153,6 +153,31 @@ def test_oversize_samples_are_named_with_need_and_cards(tmp_path: Path) -> None:
         DoesNotFitError, match=r"1 of 60 do not: point 7; they need .* of 12\.5 MiB\.\n.*--oversize skip.*cards"
     ):
         planned(tmp_path, UnevenMemoryTask(largest=64), 100)
+
+
+class SquareMemoryTask(UnevenMemoryTask):
+    """Takes memory for the square of its units, which the features do not say."""
+
+    def logical_batch(
+        self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> UnevenMemoryBatch:
+        return UnevenMemoryBatch(self._x[rows].to(device, dtype), self._units[rows] ** 2, self._unit)
+
+
+def test_the_need_of_an_oversize_sample_is_measured_where_features_do_not_explain_it(tmp_path: Path) -> None:
+    # 196 units, each of them four times, which a line through the squares of 1 to 5 does not reach.
+    with pytest.raises(DoesNotFitError, match=r"point 7; they need up to 98\.0 MiB of 25\.0 MiB\.\n") as raised:
+        planned(tmp_path, SquareMemoryTask(largest=14), 200)
+    assert raised.value.details.need_bytes == pytest.approx(98 * MIB, rel=0.01)
+    assert "pages" not in str(raised.value)
+
+
+def test_the_need_of_an_oversize_sample_that_cannot_be_measured_is_more_than_the_device_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Explorer, "peak_on_host", lambda explorer, row: None)
+    with pytest.raises(DoesNotFitError, match=r"point 7; they need more than the 25\.0 MiB of the device\.\n"):
+        planned(tmp_path, SquareMemoryTask(largest=14), 200)
 
 
 def test_of_the_first_samples_that_stand_for_a_stream_those_that_do_not_fit_are_named_once(tmp_path: Path) -> None:

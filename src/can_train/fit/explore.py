@@ -9,7 +9,8 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -37,7 +38,7 @@ from can_train.fit.optimizer_memory import OptimizerMemory, measure_optimizer
 from can_train.fit.packing import BatchCosts, batch_totals
 from can_train.fit.pass_state import PythonState, Snapshot, modules_of
 from can_train.fit.precision import Precision
-from can_train.fit.random_state import step_generator
+from can_train.fit.random_state import capture_generators, restore_generators, step_generator
 from can_train.fit.repetitions import Repetitions
 from can_train.fit.rescue import allocate_ballast
 from can_train.fit.rungs import SPLIT_ALONE, ModuleCost, Rung, computed_on, measure_modules, rung_of
@@ -56,7 +57,8 @@ from can_train.fit.search import (
 from can_train.io.units import size_text
 from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.catalogue import cards_that_hold, predicted_room
-from can_train.memory.meters import AbsentGpuMeter, is_on_meta
+from can_train.memory.cuda_workspaces import AMPERE
+from can_train.memory.meters import AbsentGpuMeter, CpuMeter, is_on_meta
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.memory.sharded_tensors import largest_shard, shard_of
 from can_train.task import Phase
@@ -639,6 +641,22 @@ class Explorer:
             _, _, work = self._mid_run(buffer_copies)
             batch = pack_worst_case(BatchCosts.priced(training.model, self._counts), cost)
             yield (lambda: work.run(self.rows[batch]) if len(batch) else None), work.resident
+
+    def peak_on_host(self, row: int) -> int | None:
+        """Measures a training step of one sample on the host, for a device that it does not fit on; None where the
+        model is not on the host, or the step fails there.
+        """
+        if self.meter.device.type != "cpu" or self.is_on_meta or self.shards is not None:
+            return None
+        on_host, generators = copy(self), capture_generators()
+        on_host.meter = CpuMeter(cuda=None if self.meter.is_host else AMPERE)
+        peak: int | None = None
+        # The error that is told must not be another one.
+        with suppress(Exception), self.meter.host(), on_host._trained_alone() as buffer_copies:
+            _, _, work = on_host._mid_run(buffer_copies)
+            peak = replace(work, rows=np.array([row])).peak(on_host.meter, np.arange(1)).allocated
+        restore_generators(generators)
+        return peak
 
     def optimizer_memory(self) -> OptimizerMemory:
         """Measures, on the host, the memory of the phase's optimizer for the parameters that are trained now."""

@@ -687,17 +687,29 @@ class Planner:
     def _oversize_error(self, oversize: Rows, limits: DeviceLimits) -> DoesNotFitError:
         named = ", ".join(self.task.describe(int(row)) for row in oversize[:_NAMED])
         more = f" and {len(oversize) - _NAMED} more" if len(oversize) > _NAMED else ""
-        phase = limits.training
-        need = phase.peak_bytes(price(self.task, oversize[:1], phase).total)
-        num_samples = len(self._counted_rows)
-        pages = TOO_LITTLE_FOR_PAGES if need <= limits.capacity_bytes else ""
+        need, is_known = self._need_bytes(oversize, limits)
+        num_samples, capacity = len(self._counted_rows), size_text(limits.capacity_bytes)
+        needed = f"up to {size_text(need)} of {capacity}" if is_known else f"more than the {capacity} of the device"
+        if is_known and need <= limits.capacity_bytes:
+            needed += TOO_LITTLE_FOR_PAGES
         leave_out = "Leave them out in the stream" if self.task.in_order else "--oversize skip leaves them out"
         return DoesNotFitError(
             f"Every training sample must fit on the device by itself, and {len(oversize)} of {num_samples} do not",
-            value=f"{named}{more}; they need up to {size_text(need)} of {size_text(limits.capacity_bytes)}{pages}",
+            value=f"{named}{more}; they need {needed}",
             remedy=f"{leave_out}; cards that would hold them: {cards_that_hold(need)}",
             details=OutOfMemoryDetails(need_bytes=round(need)),
         )
+
+    def _need_bytes(self, oversize: Rows, limits: DeviceLimits) -> tuple[float, bool]:
+        """Returns the peak of the costliest sample, and whether it is known; else the least that it may be."""
+        phase = limits.training
+        predicted = phase.peak_bytes(price(self.task, oversize[:1], phase).total)
+        if phase.model.explains and predicted > limits.capacity_bytes:
+            return predicted, True
+        measured = self.explorer.peak_on_host(int(oversize[0]))
+        if measured is not None:
+            return measured, True
+        return (predicted, True) if phase.model.explains else (limits.capacity_bytes + 1, False)
 
 
 @dataclass(frozen=True)
