@@ -87,6 +87,39 @@ def test_of_a_state_that_is_there_only_what_is_missing_is_held(meter: SimulatedM
     assert meter.allocated_bytes() == 5 * MIB
 
 
+class MomentsLater(torch.optim.SGD):
+    """Keeps three averages of each gradient from its second step on."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["steps"] = state.get("steps", 0) + 1
+            for number in range(3 * (state["steps"] > 1)):
+                # The zeros are made in each step, and dropped in later ones.
+                state.setdefault(f"average{number}", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+
+
+def test_state_that_the_second_step_makes_is_measured_beside_the_transients_of_later_steps() -> None:
+    needs = measure_optimizer([torch.zeros(MIB // 4)], MomentsLater)
+    assert (needs.state_bytes, needs.later_bytes, needs.transient_bytes) == (3 * MIB, 3 * MIB, MIB)
+    at_once = measure_optimizer([torch.zeros(MIB // 4)], partial(torch.optim.AdamW, foreach=False))
+    assert (at_once.state_bytes > 2 * MIB, at_once.later_bytes) == (True, 0)
+
+
+def test_the_second_step_has_room_for_the_state_that_it_makes(meter: SimulatedMeter) -> None:
+    held = OptimizerReserve(replace(NEEDS, later_bytes=15 * MIB), meter, wait=lambda seconds: None)
+    held.hold()
+    held.before_step()
+    assert held.missing_bytes == 15 * MIB
+    kept = take(40)
+    with pytest.raises(DoesNotFitError, match=r"25\.0 MiB cannot be had"):
+        held.before_step()
+    del kept
+    held.before_step()
+    assert held.missing_bytes == 0
+
+
 def test_the_room_is_waited_for_and_taken_when_it_comes(meter: SimulatedMeter) -> None:
     waiting_notice: list[float] = []
 

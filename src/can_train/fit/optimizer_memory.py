@@ -41,11 +41,12 @@ class OptimizerMemory:
     """Bytes that an optimizer takes of the device."""
 
     parameter_bytes: int  # Size of the trained parameters that get gradients, which take as much
-    state_bytes: int  # State that the optimizer keeps from its first step on
+    state_bytes: int  # State that the optimizer keeps from its first two steps on
     transient_bytes: int  # Temporary memory of a step
     # Size of each of them that is not empty: the pieces that an optimizer works in.
     tensor_bytes: tuple[int, ...]
     host_bytes: int = 0  # State that waits on the host between steps
+    later_bytes: int = 0  # State, of `state_bytes`, that the second step makes
 
 
 def measure_optimizer(
@@ -55,9 +56,9 @@ def measure_optimizer(
     offloaded: bool = False,
     unused: Collection[int] = (),
 ) -> OptimizerMemory:
-    """Measures two steps of the optimizer that `make` returns, on zeros of the trained parameters' shapes, which have
-    their attributes; `offloaded` tells whether its state waits on the host. Parameters at the positions `unused` get no
-    gradient.
+    """Measures steps of the optimizer that `make` returns, on zeros of the trained parameters' shapes, which have their
+    attributes: two, and a third where the second makes state, too. `offloaded` tells whether its state waits on the
+    host. Parameters at the positions `unused` get no gradient.
     """
     parameters = list(parameters)
     shards = [shard_of(parameter) for parameter in parameters]
@@ -77,9 +78,12 @@ def measure_optimizer(
         if offloaded:
             OffloadedState(optimizer).begin()
         optimizer.step()
-        state_bytes = tracker.live_bytes - before
-        # State is made in the first step, so only the second has the temporary memory of all later ones.
+        first_bytes = tracker.live_bytes - before
+        # A step that makes no state has the temporary memory of all later ones: the second, for most optimizers.
         optimizer.step()
+        state_bytes = tracker.live_bytes - before
+        if state_bytes > first_bytes:
+            optimizer.step()
         transient_bytes = tracker.peak_bytes - tracker.live_bytes
     return OptimizerMemory(
         parameter_bytes=before - weight_bytes,
@@ -87,6 +91,7 @@ def measure_optimizer(
         transient_bytes=max(transient_bytes, 0),
         tensor_bytes=tuple(shadow.nbytes for shadow in shadows if shadow.nbytes and shadow.grad is not None),
         host_bytes=tracker.host_bytes,
+        later_bytes=min(max(state_bytes - max(first_bytes, 0), 0), max(state_bytes, 0)),
     )
 
 

@@ -518,9 +518,9 @@ class OptimizerReserve:
     """Reserves the memory of the optimizer's step on one device. Of its state, `held_bytes` are there already (all of
     it, once resumed).
 
-    The optimizer makes its state in the first step, and a step that runs out of memory half-way cannot be undone:
-    retrying it made a silent error of 4 to 5 %. So its memory is held as ballast until then, and checked before every
-    step.
+    The optimizer makes its state in the first step, or in the first two, and a step that runs out of memory half-way
+    cannot be undone: retrying it made a silent error of 4 to 5 %. So its memory is held as ballast until then, and
+    checked before every step.
 
     Attributes:
         tensors: The ballast, in a list that is emptied once it is freed.
@@ -554,6 +554,7 @@ class OptimizerReserve:
         self._tensor_bytes = needs.tensor_bytes
         self._transient_bytes = needs.transient_bytes
         self._missing_bytes = max(needs.state_bytes - held_bytes, 0)
+        self._later_bytes = needs.later_bytes if held_bytes < needs.state_bytes - needs.later_bytes else 0
 
     def hold(self) -> None:
         """Allocates ballast in place of the state that the next step will make, or raises `DoesNotFitError`."""
@@ -569,7 +570,8 @@ class OptimizerReserve:
         # Emptied rather than replaced: whoever has asked for `tensors` must not keep them.
         self.tensors.clear()
         self._allocate(self._transient_bytes + self._missing_bytes)
-        self._missing_bytes = 0
+        # Not held meanwhile: the plan counts all of the state, so that a batch leaves room for it.
+        self._missing_bytes, self._later_bytes = self._later_bytes, 0
 
     def _allocate(self, need: int, *, stays: bool = False) -> list[Tensor]:
         for retry in range(self._retries + 1):
