@@ -282,6 +282,12 @@ def test_an_out_of_memory_tells_what_ran_out_and_what_ran_after_it() -> None:
     assert history_of([out_of_memory(used=None)]) == [FactorPoint(0.489, None)]
 
 
+def test_an_out_of_memory_outside_of_the_micro_batches_teaches_nothing_of_their_cost() -> None:
+    elsewhere = out_of_memory(3, oom_elsewhere=True)
+    assert history_of([observation(1), elsewhere]) == [FactorPoint(0.489, 0.62)]
+    assert history_of([replace(elsewhere, ooms_rescued=1)]) == [FactorPoint(0.489, None)]
+
+
 def test_an_out_of_memory_teaches_though_the_clock_was_set_back_before_its_end() -> None:
     backwards = out_of_memory(3, end_time=at(1))
     assert history_of([observation(1), backwards, observation(4)]) == [

@@ -8,12 +8,15 @@ from typing import Any, Final
 import pytest
 
 import can_train
-from can_train.config.compose import RunRequest, resolve
+from can_train.config.compose import RunRequest, from_plain, resolve
 from can_train.config.resolved import with_absolute_paths
 from can_train.errors import DoesNotFitError
+from can_train.factors.observations import read_records
 from can_train.fit.rungs import Rung
 from can_train.reporter import Reporter, SilentReporter
-from can_train.training.train import train_new
+from can_train.runs.attempts import StopRequests
+from can_train.runs.run_folder import RunFolder
+from can_train.training.train import train_new, train_on
 from fakes.bitwise import assert_same, final_state, losses
 from fakes.killed_runs import command, finish, finish_killed, only_run
 
@@ -241,3 +244,54 @@ def test_a_run_goes_on_where_its_state_no_longer_fits_to_the_same_bits(tmp_path:
             assert process.wait() == 0, process.stderr
     assert plan_of(runs[1])["rung"]["offload_optimizer"]
     assert_same_training(*runs)
+
+
+LATE: Final = """
+import torch
+
+
+class LateOpt(torch.optim.Optimizer):
+    def __init__(self, parameters, lr=1e-3, weight_decay=0.0):
+        super().__init__(parameters, dict(lr=lr, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["steps"] = state.get("steps", 0) + 1
+                for number in range(6 * (state["steps"] > 2)):
+                    state.setdefault(f"average{number}", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+                parameter.add_(parameter.grad, alpha=-group["lr"])
+"""
+"""Keeps six averages of each gradient, 30 MiB, from its third step on."""
+
+
+def train_late(folder: Path, device: str, reporter: Reporter | None = None, **settings: Any) -> Path:
+    # A module of its own: each process imports `wide` once.
+    optimizer = task_file(folder).with_name("late_optimizer.py")
+    optimizer.write_text(LATE)
+    return train(folder, device, reporter=reporter, optimizer=f"{optimizer}:LateOpt", **settings)
+
+
+def test_after_a_death_in_the_optimizers_step_its_state_waits_on_the_host(tmp_path: Path) -> None:
+    alone = train_late(tmp_path / "alone", "64MiB")
+    with pytest.raises(DoesNotFitError, match="in the optimizer's step, which cannot be undone: step 2") as died:
+        train_late(tmp_path / "late", "30MiB")
+    assert "with that state on the host" in died.value.remedy
+    resumed = RunFolder(only_run(tmp_path / "late"))
+    train_on(from_plain(resumed.config()), resumed, SilentReporter(), StopRequests())
+    following = train_late(tmp_path / "late", "30MiB")
+    for path in (resumed.path, following):
+        assert plan_of(path)["rung"]["offload_optimizer"]
+        assert_same_training(alone, path)
+    finished = read_records(tmp_path / "late" / "state").finished
+    assert [run.outcome for run in finished] == ["oom", "ok", "ok"]
+    assert not any(run.teaches_out_of_memory for run in finished)
+
+
+def test_where_the_state_may_not_leave_the_error_says_how_it_may(tmp_path: Path) -> None:
+    with pytest.raises(DoesNotFitError) as died:
+        train_late(tmp_path, "30MiB", fit="split")
+    assert died.value.remedy.startswith("Train with --fit offload-optimizer, or take --optimizer sgd")
+    assert "MiB by now, 0 KiB were planned" in died.value.value

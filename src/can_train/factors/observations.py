@@ -109,6 +109,7 @@ class Observation:
     # The largest micro-batch that ran after the last out-of-memory, and the peak since then; None where none ran.
     used_after_rescue: Share | None = None
     peak_bytes_after_rescue: Count | None = None
+    oom_elsewhere: bool = False  # whether the out-of-memory of an outcome "oom" was outside of a plan's micro-batches
     ooms_rescued: Count = 0  # out-of-memories at a cost within the safe limit, after which the micro-batch was split
     allocator_retries: Count = 0  # times that the allocator emptied its cache to serve a request
     foreign_bytes: Count = 0  # most memory that other processes took after the capacity was read
@@ -160,8 +161,11 @@ class Observation:
 
     @property
     def teaches_out_of_memory(self) -> bool:
-        """Whether memory ran out although a search had found that the cost fits."""
-        return self.ran_out_of_memory and self.tuned_limit is not None
+        """Whether memory ran out although a search had found that the cost fits. An out-of-memory outside of the
+        micro-batches shows nothing of their cost.
+        """
+        is_of_cost = self.ooms_rescued > 0 or not self.oom_elsewhere
+        return self.ran_out_of_memory and self.tuned_limit is not None and is_of_cost
 
 
 @dataclass(frozen=True, kw_only=True)

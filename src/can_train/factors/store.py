@@ -157,14 +157,14 @@ class FactorStore:
         summary = summarize_runs((key, device), here, active, self.policy)
         earlier = _earlier_search(here, active)
         times = [run.times for run in here if run.times and active.learn_from(run)][-_TIMED_RUNS:]
-        if summary.factor is None or summary.state == "first":
-            elsewhere = [run for run in runs if run.device.key != device]
-            other_device = _other_device(elsewhere, records.events)
-            return FactorRule(decided=None, aim=NO_AIM, other_device=other_device, earlier=earlier,
-                              times=times)  # fmt: skip
         attempts = [run for run in every if run_id and run.run_id == run_id]
         last = max((run.attempt for run in attempts), default=0)
         after_oom = any(run.outcome == "oom" for run in attempts if run.attempt == last)
+        if summary.factor is None or summary.state == "first":
+            elsewhere = [run for run in runs if run.device.key != device]
+            other_device = _other_device(elsewhere, records.events)
+            return FactorRule(decided=None, aim=NO_AIM, other_device=other_device, after_oom=after_oom,
+                              earlier=earlier, times=times)  # fmt: skip
         is_pinned = summary.state == "pinned"
         aim = NO_AIM if is_pinned else Aim(summary.aim, summary.aim_reason)
         # An import has no aim of its own, so the target stands until the limits lower it.
@@ -419,9 +419,8 @@ def rule_after(learned: FactorRule, first: FactorRule) -> FactorRule:
         return learned
     # A measurement on another device says more than an experience table.
     table = None if learned.other_device else first.decided
-    return replace(
-        first, other_device=learned.other_device, decided=table, earlier=learned.earlier, times=learned.times
-    )
+    return replace(first, other_device=learned.other_device, decided=table, after_oom=learned.after_oom,
+                   earlier=learned.earlier, times=learned.times)  # fmt: skip
 
 
 def _first_rule(run: ResolvedRun) -> FactorRule:

@@ -236,7 +236,8 @@ class FactorSummary(NextFactor):
         """
         if self.runs or not self.imported:
             aim, num_runs = self.aim, len(self.runs)
-            last = [(run.peak, not run.teaches_out_of_memory) for run in self.runs[-_IN_BAND_RUNS:]]
+            last = [(run.peak, not (run.teaches_out_of_memory or run.outcome == "oom"))
+                    for run in self.runs[-_IN_BAND_RUNS:]]  # fmt: skip
             if self.learned_factor is None or self.interval is None:
                 return False
             if self.interval >= _CONVERGED_INTERVAL * self.learned_factor:

@@ -31,6 +31,8 @@ from can_train.fit.rescue import fatal_out_of_memory
 from can_train.fit.run_plan import RunPlan
 from can_train.fit.step_time import TimedSize
 from can_train.io.records import this_host
+from can_train.io.units import size_text
+from can_train.memory.out_of_memory import obtainable_bytes
 from can_train.training.distributed import RankFailedError
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ def recording_observation(session: Session, *, may_go_on: bool = False) -> Itera
     begun, started = _record_begin(session, store)
     outcome: AttemptOutcome = "error"
     try:
-        with fatal_out_of_memory(lambda _: _fatal_in_step(session)):
+        with fatal_out_of_memory(partial(_fatal_in_step, session)):
             yield
         outcome = "rescued" if session.ooms_rescued > ooms_before else "ok"
     except BaseException as error:
@@ -112,14 +114,31 @@ def _record_begin(session: Session, store: FactorStore) -> tuple[AttemptRecord, 
     return begun, None
 
 
-def _fatal_in_step(session: Session) -> DoesNotFitError:
-    largest = session.engine.run_plan.phase_plan.largest_micro_batch
-    return DoesNotFitError(
-        "Memory ran out where nothing could be undone (an optimizer step, or code outside the micro-batches)",
-        value=f"step {session.progress.step}, micro-batches of up to {largest} samples",
-        remedy=f"The run goes on from its last checkpoint: can-train resume {session.folder.run_id}",
-        details=OutOfMemoryDetails(should_fit=True),
-    )
+def _fatal_in_step(session: Session, error: BaseException) -> DoesNotFitError:
+    meter, details = session.meter, OutOfMemoryDetails(should_fit=True)
+    obtainable = min(obtainable_bytes(error), meter.available_bytes())
+    session.foreign_bytes = max(round(meter.capacity_bytes - obtainable), 0)
+    step, resume = session.progress.step, f"can-train resume {session.folder.run_id}"
+    if not session.in_optimizer_step:
+        largest = session.engine.run_plan.phase_plan.largest_micro_batch
+        return DoesNotFitError(
+            "Memory ran out where nothing could be undone, in code outside the micro-batches",
+            value=f"step {step}, micro-batches of up to {largest} samples",
+            remedy=f"The run goes on from its last checkpoint: {resume}",
+            details=details,
+        )
+    engine, smaller = session.engine, "take --optimizer sgd, which needs less, or a larger device"
+    state_bytes, planned_bytes = (
+        engine.optimization.device_state_bytes, engine.planner.explorer.optimizer_memory().state_bytes
+    )  # fmt: skip
+    state = f"its state takes {size_text(state_bytes)} by now, {size_text(planned_bytes)} were planned"
+    if session.leave_state_next_time():
+        remedy = f"The run goes on from its last checkpoint, with that state on the host: {resume}. Or {smaller}"
+    else:
+        on_host = engine.batcher.ladder.rung.offload_optimizer or meter.is_host
+        remedy = smaller[0].upper() + smaller[1:] if on_host else f"Train with --fit offload-optimizer, or {smaller}"
+    return DoesNotFitError("Memory ran out in the optimizer's step, which cannot be undone",
+                           value=f"step {step}, {state}", remedy=remedy, details=details)  # fmt: skip
 
 
 def _observation(session: Session, begun: AttemptRecord, outcome: AttemptOutcome, ooms: int) -> Observation:
@@ -127,9 +146,11 @@ def _observation(session: Session, begun: AttemptRecord, outcome: AttemptOutcome
     run, fullest = session.run, session.fullest
     planned = PlannedMemory.of_plan(fullest.run_plan, _found_limits(session))
     engines = [fullest, *(engine for engine in session.engines if engine is not fullest)]
-    return make_observation(begun, engines, planned, outcome, ooms, end_time=begun.start_time, size=run.size,
+    made = make_observation(begun, engines, planned, outcome, ooms, end_time=begun.start_time, size=run.size,
                             fingerprint=memory_fingerprint(run), times=_times(session),
-                            policy={"name": run.factor.policy, "options": policy_options(run)})  # fmt: skip
+                            policy={"name": run.factor.policy, "options": policy_options(run)},
+                            oom_elsewhere=outcome == "oom" and not session.ran_out_in_training)  # fmt: skip
+    return replace(made, foreign_bytes=max(made.foreign_bytes, session.foreign_bytes))
 
 
 def _times(session: Session) -> dict[str, list[TimedSize]]:

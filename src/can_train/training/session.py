@@ -260,6 +260,9 @@ class Session(Parts):
         data: The task's data on the device.
         is_thawed: Whether other parameters are trained than at first, by other plans than those in the run folder.
         may_go_on_as_shards: Whether memory ran out on the last rung, and shards of the model may fit.
+        in_optimizer_step: Whether an optimizer steps now, which cannot be undone.
+        reserve_ran_out: Whether memory ran out that is reserved for a step of an optimizer.
+        foreign_bytes: Most memory that other processes held when memory ran out outside of the micro-batches.
         not_finite: Metrics that were no finite numbers in a validation, which is told once.
         record_end: Writes the outcome of an attempt that may go on as shards, once it is known whether shards fit.
     """
@@ -280,6 +283,9 @@ class Session(Parts):
     leak_watch: LeakWatch = field(default_factory=LeakWatch)
     is_thawed: bool = False
     may_go_on_as_shards: bool = False
+    in_optimizer_step: bool = False
+    reserve_ran_out: bool = False
+    foreign_bytes: int = 0
     not_finite: set[str] = field(default_factory=set)
     record_end: Callable[[AttemptOutcome], None] = field(default=lambda outcome: None)
 
@@ -520,7 +526,29 @@ class Session(Parts):
                 return reserve()
             except DoesNotFitError:
                 if not any(makes_room() for makes_room in ways):
+                    self.reserve_ran_out = True
                     raise
+
+    @property
+    def ran_out_in_training(self) -> bool:
+        """Whether memory ran out in micro-batches within the plan, or in the memory that is reserved beside them: only
+        this shows something of the plan's limits.
+        """
+        batchers = (batcher for engine in self.engines for batcher in (engine.batcher, engine.batcher.other))
+        return self.reserve_ran_out or any(each is not None and each.oom_cost is not None for each in batchers)
+
+    def leave_state_next_time(self) -> bool:
+        """Lets a later attempt, and later runs, begin with the optimizers' state on the host, which this attempt cannot
+        send there any more; tells whether they can.
+        """
+        can_leave = False
+        # A compiled model is traced once, on one rung.
+        for engine in self.engines if self.compiled is None else ():
+            rung, ladder = engine.batcher.ladder.rung, engine.batcher.ladder
+            further = [each for each in engine.planner.rungs if each.offload_optimizer and each.goes_further(rung)]
+            if further and not rung.offload_optimizer:
+                ladder.rungs, ladder.level, can_leave = (rung, further[0]), 1, True
+        return can_leave
 
     def _leave_state(self, engine: PhaseEngine) -> bool:
         """Keeps the state of the optimizers on the host from now on; tells whether that can be done."""
@@ -940,7 +968,7 @@ def _adopt(planners: Planners, factor: FactorRule, first: RunPlan, own: RunPlan 
     # An attempt that was killed while it wrote plans may leave this rank one of another logical batch.
     if own is not None and same_ranks and own.shares_with(first):
         if _still_holds(own, planners):
-            return own
+            return _with_state_on_host(planners, factor, own) if _state_must_leave(planners, factor, own) else own
         if own.rung.ranks == planner.rungs[0].ranks:
             planner.reporter.notice(
                 "The plan was made for another device: its batch is kept, and cut as this one needs"
@@ -948,6 +976,21 @@ def _adopt(planners: Planners, factor: FactorRule, first: RunPlan, own: RunPlan 
     if first.limits is None:
         return planners.make(factor)
     return planners.place_data(planners.replan_same_batch(first, factor), factor)
+
+
+def _state_must_leave(planners: Planners, factor: FactorRule, plan: RunPlan) -> bool:
+    """Tells whether the attempt before died in the step of an optimizer whose state a rung without it would hold."""
+    if not factor.after_oom or planners.first.training.fit not in ("auto", "shard") or plan.rung.offload_optimizer:
+        return False
+    known = [planner.explorer.remembered(factor.earlier) for planner in planners.phases]
+    return any(each is not None and each.climbed and each.offload_optimizer for each in known)
+
+
+def _with_state_on_host(planners: Planners, factor: FactorRule, plan: RunPlan) -> RunPlan:
+    for planner in planners.phases:
+        planner.state_leaves = True
+    planners.first.reporter.notice("Memory ran out in the attempt before: the optimizer's state waits on the host now")
+    return planners.place_data(planners.replan_same_batch(plan, factor), factor)
 
 
 def _still_holds(plan: RunPlan, planners: Planners) -> bool:

@@ -721,7 +721,9 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
         # Before the optimizer steps: where that fails, the other ranks hear of it in their next message.
         ranks.broadcast_buffers(session.model, alike=len({share.forms.buffers for share in shares}) == 1)
         with ranks.reporting_failure():
+            session.in_optimizer_step = True
             moved = optimization.step(session.progress.step, session.progress.updates)
+            session.in_optimizer_step = False
             session.engine.batcher.stepped()
             # The schedule moves within the step, by epoch too, so that a checkpoint has both or neither.
             if ends_epoch if session.training.scheduler_interval == "epoch" else moved:
