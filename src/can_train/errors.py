@@ -249,6 +249,7 @@ class OutOfMemoryDetails:
     need_bytes: int | None = None  # None where that is unknown
     capacity_bytes: int | None = None  # memory of the device for one process; None: unknown
     foreign_bytes: int = 0  # memory of the device that other processes held
+    held_bytes: int = 0  # memory that something holds from step to step, and no plan counts
     cards: str = ""  # common GPUs that would hold it, in words; empty where that would not help
 
 

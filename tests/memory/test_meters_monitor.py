@@ -278,9 +278,33 @@ def test_a_rise_of_a_few_bytes_is_told_only_when_it_is_worth_a_word() -> None:
     assert told(floors(*range(0, 11 * step, step), 2 * LEAST_BYTES)) == [(12 * WINDOW_STEPS, 2 * LEAST_BYTES)]
 
 
+def risen(readings: list[int]) -> tuple[int, int]:
+    """The rise up to the last reading: (bytes, steps)."""
+    watch = LeakWatch()
+    for reading in readings:
+        watch.after_step(reading)
+    return watch.rise()
+
+
+def test_a_rise_up_to_the_end_is_known_long_before_it_is_told() -> None:
+    assert risen([step * MIB for step in range(13)]) == (10 * MIB, 13)
+    assert risen([50 * MIB] * 30 + [(50 + step) * MIB for step in range(20)]) == (18 * MIB, 20)
+    assert risen([step * MIB + (step % 3) * 100 * MIB for step in range(100)])[0] > 50 * MIB
+
+
+def test_readings_that_rise_and_fall_are_no_rise() -> None:
+    assert risen([(step % 7) * MIB for step in range(1_000)]) == (0, 0)
+    assert risen([step * MIB for step in range(100)] + [0] * 100) == (0, 0)
+    assert risen([10 * MIB] * 50 + [90 * MIB] * 50) == (0, 0)
+    assert risen([step * MIB for step in range(11)]) == (0, 0)
+
+
 def test_the_watch_itself_does_not_leak() -> None:
     watch = LeakWatch()
     for step in range(10_000):
         watch.after_step(step * MIB)
+    rise, steps = watch.rise()
+    assert len(watch.spans) < 128
+    assert (steps, rise > 9_700 * MIB) == (10_000, True)
     assert len(watch.current) < WINDOW_STEPS
     assert len(watch.floors) <= RISES + 1

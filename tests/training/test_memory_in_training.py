@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from can_train.errors import DoesNotFitError
 from can_train.factors.exchange import run_notes
 from can_train.factors.observations import Observation, read_records
-from can_train.factors.summary import summarize
+from can_train.factors.summary import history_of, summarize
 from can_train.memory.meters import SimulatedMeter
 from can_train.memory.monitor import RISES, WINDOW_STEPS
 from can_train.memory.simulated.allocator import EXPANDABLE
@@ -317,6 +317,45 @@ def test_a_leak_is_said_once(tmp_path: Path) -> None:
     train(session)
     assert notices(session).count("has risen by") == 1
     assert "something keeps tensors from step to step" in notices(session)
+
+
+def test_an_out_of_memory_by_a_leak_names_it_first_and_says_nothing_of_micro_batches(tmp_path: Path) -> None:
+    task = CostlyTask()
+    session = session_on(tmp_path, task, 100, epochs=60, oom_retries=0)
+    assert session.engine.run_plan.phase_plan.most_parts == 1
+    task.kept = []
+    with (
+        pytest.raises(
+            DoesNotFitError, match=r"Something holds memory .* that no plan counts: \d+\.\d MiB of 100"
+        ) as died,
+        session.meter.active(),
+        recording_observation(session),
+    ):
+        training_loop.train(session)
+    error = died.value
+    assert "more with each step since step 0; memory ran out" in error.value
+    assert error.remedy.startswith("Look for tensors that outlive their step")
+    assert error.details.held_bytes > 30 * MIB
+    assert error.details.should_fit
+    (observation,) = read_records(tmp_path / "state").finished
+    assert observation.leaked_bytes == error.details.held_bytes
+    assert not observation.teaches_out_of_memory
+    assert history_of([observation]) == []
+    task.session, task.kept = None, None
+    resumed = session_on(tmp_path, task, 100, epochs=60, oom_retries=0)
+    assert resumed.progress.step > 0
+    assert resumed.engine.batcher.is_undisturbed
+
+
+def test_state_that_an_optimizer_makes_step_by_step_is_no_leak(tmp_path: Path) -> None:
+    session = session_on(tmp_path, CostlyTask(), 200, epochs=1)
+    for step in range(40):
+        session.leak_watch.after_step(step * 2 * MIB)
+    held = session.leak.held_bytes
+    assert held > 70 * MIB
+    with session.meter.active():
+        session.engine.optimization.optimizer.state[session.model.inner.weight] = {"past": torch.zeros(15 * MIB)}
+        assert session.leak.held_bytes == 0
 
 
 def test_a_training_that_keeps_nothing_is_no_leak(tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ class Observation:
     used_after_rescue: Share | None = None
     peak_bytes_after_rescue: Count | None = None
     oom_elsewhere: bool = False  # whether the out-of-memory of an outcome "oom" was outside of a plan's micro-batches
+    leaked_bytes: Count = 0  # memory that something held from step to step, more with each, and no plan counts
     ooms_rescued: Count = 0  # out-of-memories at a cost within the safe limit, after which the micro-batch was split
     allocator_retries: Count = 0  # times that the allocator emptied its cache to serve a request
     foreign_bytes: Count = 0  # most memory that other processes took after the capacity was read
@@ -162,9 +163,9 @@ class Observation:
     @property
     def teaches_out_of_memory(self) -> bool:
         """Whether memory ran out although a search had found that the cost fits. An out-of-memory outside of the
-        micro-batches shows nothing of their cost.
+        micro-batches, or beside memory that leaked, shows nothing of their cost.
         """
-        is_of_cost = self.ooms_rescued > 0 or not self.oom_elsewhere
+        is_of_cost = (self.ooms_rescued > 0 or not self.oom_elsewhere) and not self.leaked_bytes
         return self.ran_out_of_memory and self.tuned_limit is not None and is_of_cost
 
 

@@ -30,7 +30,8 @@ def history_of(runs: Sequence[Observation]) -> list[FactorPoint]:
 
     An out-of-memory excludes every run that overlaps it in time: those began before its factor was corrected, so their
     success at the old factor must not undo the correction, nor their failure repeat it. Runs without a search, or that
-    ended by an error or before a peak was measured, add nothing; nor do peaks that no device can have.
+    ended by an error or before a peak was measured, or that leaked memory, add nothing; nor do peaks that no device
+    can have.
 
     Args:
         runs: One configuration's runs on one kind of device, by the time their attempts began.
@@ -52,7 +53,7 @@ def history_of(runs: Sequence[Observation]) -> list[FactorPoint]:
             # The counted ones do not overlap: of those that began before this run ended, the last also ended last.
             begun = bisect_left(starts, run.ended)
             overlaps = begun > 0 and run.started < ooms[begun - 1].ended
-            is_usable = run.outcome in LEARNABLE_OUTCOMES and not overlaps
+            is_usable = run.outcome in LEARNABLE_OUTCOMES and not (overlaps or run.leaked_bytes)
             peak = _believed(run.peak)
             if is_usable and run.used is not None and peak is not None:
                 points.append(FactorPoint(run.used, peak, reserved=_believed(run.reserved)))

@@ -17,6 +17,8 @@ WARMUP: Final = 20
 WINDOW_STEPS: Final = 50  # steps whose smallest reading counts: readings of single steps vary with their batches
 RISES: Final = 5  # windows in a row that must each lie above the one before
 LEAST_BYTES: Final = 2**20  # smallest total rise that is reported
+_SPAN_STEPS: Final = 2  # steps whose smallest reading is remembered, at first
+_MOST_SPANS: Final = 128  # that are remembered; where there are more, each two become one
 
 
 def check_steps(interval: object, warmup: object) -> None:
@@ -174,9 +176,14 @@ class LeakWatch:
     floors: list[int] = field(default_factory=list)
     current: list[int] = field(default_factory=list)
     reported: bool = False
+    # The smallest reading of each span of so many steps since the first step, and of the span that has not ended.
+    spans: list[int] = field(default_factory=list)
+    span_steps: int = _SPAN_STEPS
+    in_span: list[int] = field(default_factory=list)
 
     def after_step(self, allocated_bytes: int) -> int:
         """Takes the reading after a step; returns the rise of the floor in bytes when it first shows a leak, else 0."""
+        self._remember(allocated_bytes)
         if self.reported:
             return 0
         self.current.append(allocated_bytes)
@@ -190,3 +197,32 @@ class LeakWatch:
         rise = floor - self.floors[0]
         self.reported = len(self.floors) > RISES and rise >= LEAST_BYTES
         return rise if self.reported else 0
+
+    def rise(self) -> tuple[int, int]:
+        """Returns by how many bytes the memory in use has risen up to now, in RISES spans of any length in a row at
+        least, and the number of steps that it has risen for; 0 and 0 where it has not. A run that dies need not have
+        lived for as many windows as a report waits for.
+        """
+        floors, steps, largest = self.spans, self.span_steps, (0, 0)
+        while len(floors) > RISES:
+            start = len(floors) - 1
+            while start and floors[start - 1] < floors[start]:
+                start -= 1
+            if len(floors) - 1 - start >= RISES:
+                largest = max(largest, (floors[-1] - floors[start], (len(floors) - start) * steps + len(self.in_span)))
+            floors, steps = _in_pairs(floors), 2 * steps
+        return largest
+
+    def _remember(self, allocated_bytes: int) -> None:
+        self.in_span.append(allocated_bytes)
+        if len(self.in_span) == self.span_steps:
+            self.spans.append(min(self.in_span))
+            self.in_span.clear()
+        if len(self.spans) == _MOST_SPANS:
+            self.spans, self.span_steps = _in_pairs(self.spans), 2 * self.span_steps
+
+
+def _in_pairs(floors: list[int]) -> list[int]:
+    """Returns the smaller floor of each two, up to the last one."""
+    ends = floors[len(floors) % 2 :]
+    return [min(pair) for pair in zip(ends[::2], ends[1::2], strict=True)]

@@ -59,6 +59,8 @@ def recording_observation(session: Session, *, may_go_on: bool = False) -> Itera
         outcome = "rescued" if session.ooms_rescued > ooms_before else "ok"
     except BaseException as error:
         outcome = outcome_of_attempt(error)
+        if isinstance(error, DoesNotFitError) and not error.details.of_host and session.leak.held_bytes:
+            _tell_leak(session, error)
         if isinstance(error, CanTrainError):
             error.exit_code = RUN_FAILED
         # A full disk, a file system that has gone: a job and the log need the remedy, too.
@@ -141,6 +143,20 @@ def _fatal_in_step(session: Session, error: BaseException) -> DoesNotFitError:
                            value=f"step {step}, {state}", remedy=remedy, details=details)  # fmt: skip
 
 
+def _tell_leak(session: Session, error: DoesNotFitError) -> None:
+    """Says first in an error that memory is held from step to step: no other remedy helps for long."""
+    leak = session.leak
+    held = f"{size_text(leak.held_bytes)} of {size_text(session.meter.capacity_bytes)}, more with each step since step"
+    error.value = f"{held} {leak.first_step}; {error.rule[0].lower()}{error.rule[1:]}: {error.value}"
+    error.rule = "Something holds memory from step to step that no plan counts"
+    error.remedy = (
+        "Look for tensors that outlive their step: a list of losses without detach(), a cache. A larger device, or "
+        f"can-train resume {session.folder.run_id}, only delays the end"
+    )
+    # A process that goes on from the checkpoint has that memory again.
+    error.details = replace(error.details, held_bytes=leak.held_bytes, one_sample=False, should_fit=True, cards="")
+
+
 def _observation(session: Session, begun: AttemptRecord, outcome: AttemptOutcome, ooms: int) -> Observation:
     """Returns what the attempt teaches, without its end time."""
     run, fullest = session.run, session.fullest
@@ -149,7 +165,8 @@ def _observation(session: Session, begun: AttemptRecord, outcome: AttemptOutcome
     made = make_observation(begun, engines, planned, outcome, ooms, end_time=begun.start_time, size=run.size,
                             fingerprint=memory_fingerprint(run), times=_times(session),
                             policy={"name": run.factor.policy, "options": policy_options(run)},
-                            oom_elsewhere=outcome == "oom" and not session.ran_out_in_training)  # fmt: skip
+                            oom_elsewhere=outcome == "oom" and not session.ran_out_in_training,
+                            leaked_bytes=session.leak.held_bytes)  # fmt: skip
     return replace(made, foreign_bytes=max(made.foreign_bytes, session.foreign_bytes))
 
 

@@ -43,7 +43,7 @@ from can_train.fit.step_time import StepTimer
 from can_train.io.records import read_text, write_json_atomic
 from can_train.io.units import counted, size_text
 from can_train.memory.meters import Meter, tensors_of
-from can_train.memory.monitor import LeakWatch, MemoryMonitor
+from can_train.memory.monitor import LEAST_BYTES, LeakWatch, MemoryMonitor
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.memory.sharded_tensors import sharded_state, whole
 from can_train.reporter import Reporter
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PARAMETER: Final = "parameter"  # begins the name of a tensor that belongs to no sample
+_LEAST_LEAK: Final = 0.1  # Share of the device; less that is held explains no out-of-memory
 _COMPARED_SAMPLES: Final = 1000  # Training samples whose loss is compared with the validation loss
 
 
@@ -156,6 +157,14 @@ class Progress:
         if values.keys() != {each.name for each in fields(cls)} or min(counts) < 0:
             raise ValueError("a count of its progress is missing or negative")
         return progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leak:
+    """Memory that something holds from step to step, and no plan counts."""
+
+    held_bytes: int = 0  # 0: there is none
+    first_step: int = 0  # From which on it has grown
 
 
 @dataclass(kw_only=True)
@@ -536,6 +545,26 @@ class Session(Parts):
         """
         batchers = (batcher for engine in self.engines for batcher in (engine.batcher, engine.batcher.other))
         return self.reserve_ran_out or any(each is not None and each.oom_cost is not None for each in batchers)
+
+    @property
+    def leak(self) -> Leak:
+        """The memory that something holds from step to step, more with each step, beside the optimizers' state."""
+        least = max(LEAST_BYTES, _LEAST_LEAK * self.meter.capacity_bytes)
+        rise, steps = self.leak_watch.rise()
+        if rise < least:
+            return Leak()
+        # Some optimizers make more state from step to step.
+        states = (engine.optimization.device_state_bytes - engine.planner.explorer.optimizer_memory().state_bytes
+                  for engine in self.engines)  # fmt: skip
+        held = rise - max(sum(states), 0)
+        return Leak() if held < least else Leak(held_bytes=held, first_step=max(self.progress.step - steps, 0))
+
+    def forget_failures(self) -> None:
+        """Lets a later attempt begin with the plan's micro-batches, on its rungs."""
+        for engine in self.engines:
+            for batcher in filter(None, (engine.batcher, engine.batcher.other)):
+                batcher.forget_failures()
+                batcher.ladder.level = 0
 
     def leave_state_next_time(self) -> bool:
         """Lets a later attempt, and later runs, begin with the optimizers' state on the host, which this attempt cannot

@@ -271,7 +271,8 @@ def _train_and_judge(parts: Parts) -> Outcome:
         except DoesNotFitError as error:
             if error.details.capacity_bytes is None:
                 error.details = describe_out_of_memory(parts.meter, error.details.need_bytes, known=error.details)
-            if not error.details.of_host:
+            # Of a leak, the parts of a step explain nothing.
+            if not (error.details.of_host or error.details.held_bytes):
                 error.parts = _largest_parts(parts)
             raise
 
@@ -667,8 +668,12 @@ def take_step(session: Session, rows: Rows, *, ends_epoch: bool) -> None:
                 engine.optimization.optimizer.zero_grad(set_to_none=True)
                 engine.optimization.set_trainable(flags)
             snapshot.restore()
+            is_leak = session.leak.held_bytes > 0
+            if is_leak:
+                # The next process has that memory again.
+                session.forget_failures()
             session.save()
-            session.may_go_on_as_shards = session.shards is None and may_climb_to_shards(session)
+            session.may_go_on_as_shards = session.shards is None and not is_leak and may_climb_to_shards(session)
         raise
     if session.average is not None:
         session.average.after_step(progress.step + 1)
