@@ -246,6 +246,7 @@ class OutOfMemoryDetails:
     one_sample: bool = False  # whether a single sample does not fit even without other processes
     should_fit: bool = False  # whether it should fit: all attempts failed, or none was possible
     of_host: bool = False  # whether it is the host's memory, not a GPU's
+    in_evaluation: bool = False  # whether it was evaluated: then the parts of a training step explain nothing
     need_bytes: int | None = None  # None where that is unknown
     capacity_bytes: int | None = None  # memory of the device for one process; None: unknown
     foreign_bytes: int = 0  # memory of the device that other processes held

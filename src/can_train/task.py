@@ -370,6 +370,13 @@ class BatchTask(ABC):
         return {}
 
     @property
+    def tested_rows(self) -> NDArray[np.int64]:
+        """Rows of samples that `judge` scores beside `validation_rows`: whether each fits on the device by itself is
+        known before training. The default names none.
+        """
+        return np.arange(0)
+
+    @property
     def validation_sets(self) -> Mapping[str, NDArray[np.int64]]:
         """Rows of each validation set, by name; the default is one set, `validation_rows`."""
         return {"validation": self.validation_rows}

@@ -180,6 +180,66 @@ def test_the_need_of_an_oversize_sample_that_cannot_be_measured_is_more_than_the
         planned(tmp_path, SquareMemoryTask(largest=14), 200)
 
 
+class JudgedTask(UnevenMemoryTask):
+    """Its last points are no validation samples, and are judged."""
+
+    def __init__(self, units: dict[int, int], *, is_square: bool = False) -> None:
+        super().__init__()
+        self.validation_rows, self.is_square = np.arange(SAMPLES, SAMPLES + 8), is_square
+        for row, number in units.items():
+            self._units[row] = number
+
+    @property
+    def tested_rows(self) -> NDArray[np.int64]:
+        return np.arange(SAMPLES + 8, SAMPLES + 10)
+
+    def logical_batch(
+        self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> UnevenMemoryBatch:
+        batch = super().logical_batch(rows, device, dtype, generator)
+        batch._units = batch._units ** (2 if self.is_square else 1)
+        return batch
+
+
+def evaluated(folder: Path, task: JudgedTask, *, verify: bool) -> RunPlan:
+    meter = CpuMeter()
+    meter.capacity_bytes = 200 * UNIT
+    planner = Planner(run=line_run(folder), task=task, model=task.build_model(), meter=meter, reporter=Notices(),
+                      verify=verify)  # fmt: skip
+    return planner.make(FACTOR)
+
+
+@pytest.mark.parametrize("verify", [True, False], ids=["tried", "predicted"])
+@pytest.mark.parametrize(
+    ("units", "message"),
+    [
+        ({63: 150}, r"Every validation sample .* 1 of 8 do not: point 63; they need up to 37\.5 MiB of 25\.0 MiB"),
+        ({61: 150, 62: 170, 67: 160}, r"Every validation .* 3 of 8 do not: point 62, point 67, point 61; they need"),
+        ({68: 150}, r"Every test sample .* 1 of 2 do not: point 68; they need up to 37\.5 MiB of 25\.0 MiB"),
+    ],
+)
+def test_evaluated_samples_that_do_not_fit_are_named_before_training(
+    tmp_path: Path, units: dict[int, int], message: str, verify: bool
+) -> None:
+    with pytest.raises(DoesNotFitError, match=message) as raised:
+        evaluated(tmp_path, JudgedTask(units), verify=verify)
+    assert raised.value.details.in_evaluation
+    assert "Take a device that holds them" in str(raised.value)
+    assert "oversize" not in str(raised.value)
+
+
+@pytest.mark.parametrize("verify", [True, False], ids=["tried", "measured"])
+def test_evaluated_samples_are_named_where_features_do_not_explain_their_memory(tmp_path: Path, verify: bool) -> None:
+    with pytest.raises(DoesNotFitError, match=r"1 of 8 do not: point 63; they need up to 49\.0 MiB of 25\.0 MiB"):
+        evaluated(tmp_path, JudgedTask({63: 14, 64: 8}, is_square=True), verify=verify)
+
+
+def test_a_sample_of_an_evaluation_that_costs_more_than_any_training_sample_is_tried(tmp_path: Path) -> None:
+    task = JudgedTask({63: 40, 68: 40})
+    assert evaluated(tmp_path, task, verify=True).limits is not None
+    assert task.asked[-2:] == [[63], [68]]
+
+
 def test_of_the_first_samples_that_stand_for_a_stream_those_that_do_not_fit_are_named_once(tmp_path: Path) -> None:
     task = UnevenMemoryTask(largest=64)
     task.in_order, task.train_rows = True, np.resize(task.train_rows, 3 * len(task.train_rows))

@@ -28,6 +28,7 @@ TRIALS = {
     "fit/explore.py Explorer._dependence_of": "whether samples depend on each other is tried with a few of them",
     "fit/explore.py Explorer.check_outputs": "metrics and predictions of a few samples are tried",
     "fit/explore.py Explorer._compile_for": "the batches that a model is compiled for may be too large",
+    "fit/explore.py Explorer.evaluation_fits": "the costliest sample of an evaluation is tried before training",
     "fit/explore.py Explorer._mid_run": "state and gradients of a run are allocated as a trial",
     "fit/micro_batcher.py MicroBatcher.measure_dependence": "whether a split is exact is tried with a few samples",
     "fit/micro_batcher.py MicroBatcher._compared": "what a comparison must put back is copied before it",

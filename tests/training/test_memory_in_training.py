@@ -458,3 +458,19 @@ def test_what_follows_the_training_is_not_in_its_peak(tmp_path: Path) -> None:
     with session.meter.active():
         torch.empty(150 * MIB, dtype=torch.uint8)
     assert session.monitor.peak_bytes == peak < 100 * MIB
+
+
+class FullTask(LineTask):
+    """Runs out of memory when it is judged."""
+
+    def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+
+def test_memory_that_runs_out_in_the_judgement_leaves_a_complete_training_which_is_said(tmp_path: Path) -> None:
+    parts = replace(line_parts(tmp_path, FullTask(), epochs=1, oom_retries=0), meter=SimulatedMeter(64 * MIB))
+    with pytest.raises(DoesNotFitError, match=r"Training is complete.* can-train resume .* --device cpu") as raised:
+        training_loop._train_and_judge(parts)
+    # No training step explains it.
+    assert raised.value.details.in_evaluation
+    assert not raised.value.parts

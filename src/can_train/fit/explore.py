@@ -642,9 +642,35 @@ class Explorer:
             batch = pack_worst_case(BatchCosts.priced(training.model, self._counts), cost)
             yield (lambda: work.run(self.rows[batch]) if len(batch) else None), work.resident
 
-    def peak_on_host(self, row: int) -> int | None:
-        """Measures a training step of one sample on the host, for a device that it does not fit on; None where the
-        model is not on the host, or the step fails there.
+    def evaluation_fits(self, row: int, *, beside_state: bool, held_bytes: int = 0) -> bool:
+        """Evaluates one sample, beside the optimizer's state if training goes on; tells whether it fits."""
+        generators = capture_generators()
+        try:
+            with CatchOutOfMemory() as caught:
+                self._peak_alone(row, evaluates=True, beside_state=beside_state, held_bytes=held_bytes)
+        # A task may refuse a single sample, which an evaluation need not have.
+        except Exception:  # noqa: BLE001
+            return True
+        finally:
+            restore_generators(generators)
+        self.meter.release()
+        return not caught.message
+
+    def _peak_alone(self, row: int, *, evaluates: bool, beside_state: bool = True, held_bytes: int = 0) -> int:
+        """Returns the peak of one sample, in training or in evaluation."""
+        with self._trained_alone() as buffer_copies:
+            held, work = buffer_copies, None
+            if beside_state:
+                _, held, work = self._mid_run(buffer_copies, held_bytes)
+            if work is None or evaluates:
+                # Evaluation runs without gradients.
+                work = self._work(self._evaluate, held)
+            with self._evaluating() if evaluates else nullcontext():
+                return replace(work, rows=np.array([row])).peak(self.meter, np.arange(1)).allocated
+
+    def peak_on_host(self, row: int, *, evaluates: bool = False, beside_state: bool = True) -> int | None:
+        """Measures one sample, in training or in evaluation, on the host, for a device that it does not fit on; None
+        where the model is not on the host, or the sample fails there.
         """
         if self.meter.device.type != "cpu" or self.is_on_meta or self.shards is not None:
             return None
@@ -652,9 +678,8 @@ class Explorer:
         on_host.meter = CpuMeter(cuda=None if self.meter.is_host else AMPERE)
         peak: int | None = None
         # The error that is told must not be another one.
-        with suppress(Exception), self.meter.host(), on_host._trained_alone() as buffer_copies:
-            _, _, work = on_host._mid_run(buffer_copies)
-            peak = replace(work, rows=np.array([row])).peak(on_host.meter, np.arange(1)).allocated
+        with suppress(Exception), self.meter.host():
+            peak = on_host._peak_alone(row, evaluates=evaluates, beside_state=beside_state)
         restore_generators(generators)
         return peak
 
@@ -667,6 +692,11 @@ class Explorer:
         offloaded = self.rung.offload_optimizer
         states = (one._optimizer_memory(offloaded=offloaded).state_bytes for one in self.other_phases)
         self.others_state_bytes = sum(states)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of all phases' optimizers that are on the device."""
+        return self.optimizer_memory().state_bytes + self.others_state_bytes
 
     @property
     def host_state_bytes(self) -> int:

@@ -70,6 +70,8 @@ _NAMED: Final = 5  # Oversize samples that a message names
 # Share of the room that a sample may take where only some modules are computed again: the bytes that these save do not
 # count the memory of kernels.
 _FILLED: Final = 0.9
+_VALIDATION_MUST_FIT: Final = "Every validation sample must fit on the device by itself"
+_TEST_MUST_FIT: Final = "Every test sample must fit on the device by itself"
 _LESS: Final = 0.6  # Share of the room that is tried where more did not fit
 _PASSES: Final = 3.0  # Time of a step in units of its forward pass
 
@@ -259,6 +261,7 @@ class Planner:
         oversize = self._oversize(limits.training)
         if len(oversize) and self.training.oversize != "skip":
             raise self._oversize_error(oversize, limits)
+        self._check_evaluated(limits)
         return self._resolved(request, limits, tuple(np.sort(oversize).tolist()), factor)
 
     def replan_same_batch(self, frozen: RunPlan, factor: FactorRule, *, held_bytes: int = 0) -> RunPlan:
@@ -274,6 +277,7 @@ class Planner:
             # Not even oversize=skip leaves them out now: the samples of a run stay the same.
             if len(oversize):
                 raise self._oversize_error(oversize, limits)
+            self._check_evaluated(limits, held_bytes=held_bytes)
             return self._again(frozen, limits, factor)
 
         return self.on_first_rung(plan)
@@ -300,7 +304,10 @@ class Planner:
                 error.__traceback__ = error.__context__ = None
                 failures[rung] = error
                 self.meter.release()
-                if error.rule == MODEL_MUST_FIT:
+                if error.rule.startswith(_TEST_MUST_FIT):
+                    # No state of the optimizer is there when it is judged, and nothing is saved.
+                    left = []
+                elif error.rule.startswith((MODEL_MUST_FIT, _VALIDATION_MUST_FIT)):
                     left = [one for one in left if one.offload_optimizer and not rung.offload_optimizer]
                 continue
             except Exception as error:
@@ -684,32 +691,82 @@ class Planner:
         limit = np.inf if phase.capped else phase.tuned_limit * (1 + ROUNDING)
         return rows[ranked[each[ranked] > limit]]
 
+    def _check_evaluated(self, limits: DeviceLimits, *, held_bytes: int = 0) -> None:
+        """Raises DoesNotFitError where samples of validation or test do not fit by themselves; `held_bytes` of the
+        optimizers' state are on the device already.
+        """
+        if self.explorer.rung.ranks > 1:
+            # A pass on shards needs all ranks.
+            return
+        self._check_set(limits, self.task.validation_rows, _VALIDATION_MUST_FIT, held_bytes)
+        if not held_bytes:
+            self._check_set(limits, self.task.tested_rows, _TEST_MUST_FIT, 0)
+
+    def _check_set(self, limits: DeviceLimits, rows: Rows, rule: str, held_bytes: int) -> None:
+        phase, beside_state = limits.evaluation, rule == _VALIDATION_MUST_FIT
+        if not len(rows):
+            return
+        each = price(self.task, rows, phase).each()
+        ranked = np.argsort(-each, kind="stable")
+        rows, each = rows[ranked], each[ranked]
+        # Training samples fit, and so does the largest part that was evaluated.
+        known = min(float(price(self.task, self._counted_rows, phase).each().max()), phase.tuned_limit)
+        num_unknown = int((each > known * (1 + ROUNDING)).sum())
+        state_bytes = 0 if beside_state else self.explorer.state_bytes
+        if not num_unknown:
+            return
+        measure = partial(self.explorer.peak_on_host, evaluates=True, beside_state=beside_state)
+        room = predicted_room(limits.capacity_bytes)
+        if self.verify and not isinstance(self.meter, AbsentGpuMeter):
+            fits = partial(self.explorer.evaluation_fits, beside_state=beside_state, held_bytes=held_bytes)
+            num_oversize = _first_that_fits(rows[:num_unknown], fits)
+        elif phase.model.explains:
+            num_oversize = int((each[:num_unknown] > phase.cost_within(room + state_bytes)).sum())
+        else:
+            num_oversize = _first_that_fits(rows[:num_unknown], lambda row: (measure(row) or 0) <= room)
+        if num_oversize:
+            predicted = phase.peak_bytes(float(each[0])) - state_bytes
+            need, needed = self._need(predicted, phase, limits, lambda: measure(int(rows[0])))
+            raise DoesNotFitError(
+                f"{rule}, and {num_oversize} of {len(rows)} do not",
+                value=f"{self._named(rows[:num_oversize])}; they need {needed}",
+                remedy=f"Take a device that holds them ({cards_that_hold(need)}), choose a smaller model by its "
+                "settings (--set), or leave them out of the data",
+                details=OutOfMemoryDetails(need_bytes=round(need), in_evaluation=True),
+            )
+
+    def _named(self, rows: Rows) -> str:
+        more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
+        return ", ".join(self.task.describe(int(row)) for row in rows[:_NAMED]) + more
+
     def _oversize_error(self, oversize: Rows, limits: DeviceLimits) -> DoesNotFitError:
-        named = ", ".join(self.task.describe(int(row)) for row in oversize[:_NAMED])
-        more = f" and {len(oversize) - _NAMED} more" if len(oversize) > _NAMED else ""
-        need, is_known = self._need_bytes(oversize, limits)
-        num_samples, capacity = len(self._counted_rows), size_text(limits.capacity_bytes)
-        needed = f"up to {size_text(need)} of {capacity}" if is_known else f"more than the {capacity} of the device"
-        if is_known and need <= limits.capacity_bytes:
-            needed += TOO_LITTLE_FOR_PAGES
+        phase = limits.training
+        predicted = phase.peak_bytes(price(self.task, oversize[:1], phase).total)
+        need, needed = self._need(predicted, phase, limits, lambda: self.explorer.peak_on_host(int(oversize[0])))
+        num_samples = len(self._counted_rows)
         leave_out = "Leave them out in the stream" if self.task.in_order else "--oversize skip leaves them out"
         return DoesNotFitError(
             f"Every training sample must fit on the device by itself, and {len(oversize)} of {num_samples} do not",
-            value=f"{named}{more}; they need {needed}",
+            value=f"{self._named(oversize)}; they need {needed}",
             remedy=f"{leave_out}; cards that would hold them: {cards_that_hold(need)}",
             details=OutOfMemoryDetails(need_bytes=round(need)),
         )
 
-    def _need_bytes(self, oversize: Rows, limits: DeviceLimits) -> tuple[float, bool]:
-        """Returns the peak of the costliest sample, and whether it is known; else the least that it may be."""
-        phase = limits.training
-        predicted = phase.peak_bytes(price(self.task, oversize[:1], phase).total)
-        if phase.model.explains and predicted > limits.capacity_bytes:
-            return predicted, True
-        measured = self.explorer.peak_on_host(int(oversize[0]))
-        if measured is not None:
-            return measured, True
-        return (predicted, True) if phase.model.explains else (limits.capacity_bytes + 1, False)
+    def _need(
+        self, predicted: float, phase: SearchResult, limits: DeviceLimits, measure: Callable[[], int | None]
+    ) -> tuple[float, str]:
+        """Returns the peak of a sample that does not fit, and a clause that says it: as predicted, or as measured where
+        the prediction does not explain it.
+        """
+        capacity_bytes, capacity = limits.capacity_bytes, size_text(limits.capacity_bytes)
+        need: float | None = predicted
+        if not phase.model.explains or predicted <= capacity_bytes:
+            measured = measure()
+            need = measured if measured is not None or not phase.model.explains else predicted
+        if need is None:
+            return capacity_bytes + 1, f"more than the {capacity} of the device"
+        pages = TOO_LITTLE_FOR_PAGES if need <= capacity_bytes else ""
+        return need, f"up to {size_text(need)} of {capacity}{pages}"
 
 
 @dataclass(frozen=True)
@@ -820,6 +877,17 @@ class Planners:
         first, *later = (planner.common([plan.phases[number] for plan in plans], ours.phases[number], factor)
                          for number, planner in enumerate(self.phases))  # fmt: skip
         return replace(first, later=tuple(later), data=ours.data)
+
+
+def _first_that_fits(rows: Rows, fits: Callable[[int], bool]) -> int:
+    """Returns the place of the first sample that fits, by halves; samples are in order, the costliest first."""
+    if fits(int(rows[0])):
+        return 0
+    least, most = 1, len(rows)
+    while least < most:
+        middle = (least + most) // 2
+        least, most = (least, middle) if fits(int(rows[middle])) else (middle + 1, most)
+    return most
 
 
 def on_no_rung(failures: Mapping[Rung, DoesNotFitError]) -> DoesNotFitError:

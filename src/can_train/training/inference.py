@@ -90,7 +90,7 @@ class BatchedInference:
             with self.device.span():
                 return self.batcher.evaluate(attempt, self.costs_of(rows), self.limit)
         except DoesNotFitError as error:
-            raise with_samples(error, self.describe, rows) from None
+            raise in_evaluation(with_samples(error, self.describe, rows)) from None
 
     def scores(self, samples: Any, rows: Rows) -> NDArray[np.float64]:
         """Returns [R, …] scores of some samples, in their order, by `samples.scores`, which is as a task's."""
@@ -131,6 +131,12 @@ def with_samples(error: DoesNotFitError, describe: Callable[[int], str], rows: R
         more = f" and {stop - start - 1} more" if stop - start > 1 else ""
         value = f"{describe(int(rows[start]))}{more}; {value}"
     return DoesNotFitError(error.rule, value=value, remedy=error.remedy, details=error.details)
+
+
+def in_evaluation(error: DoesNotFitError) -> DoesNotFitError:
+    """Returns an error that says of itself that samples were evaluated."""
+    error.details = replace(error.details, in_evaluation=True)
+    return error
 
 
 def copy_to_device(model: nn.Module, device: InferenceDevice) -> nn.Module:

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from can_train.errors import StateError
+from can_train.errors import DoesNotFitError, StateError
 from can_train.fit.micro_batcher import check_zero, sum_by_term
 from can_train.memory.sharded_tensors import shard_of
 from can_train.reporter import EpochFigures, TextTable
 from can_train.runs.recording import write_predictions
+from can_train.runs.run_folder import name_to_type
 from can_train.task import Predictions
 from can_train.training.chosen_weights import AVERAGED, TRAINED, BestWeights, Validation, choose
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows
@@ -222,6 +223,16 @@ class _Scores:
 
 def judge_best(session: Session) -> dict[str, Any]:
     """Judges the best weights; returns the content of `result.json`."""
+    try:
+        return _judge_best(session)
+    except DoesNotFitError as error:
+        name = name_to_type(session.folder)
+        judges = f"can-train resume {name} --device cpu judges them on the host, or another --device there"
+        error.remedy = f"Training is complete, and its weights are kept. {judges}. {error.remedy}"
+        raise
+
+
+def _judge_best(session: Session) -> dict[str, Any]:
     # Judging needs neither optimizer state nor gradients.
     for engine in session.engines:
         engine.optimization.optimizer.state.clear()

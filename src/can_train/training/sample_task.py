@@ -499,6 +499,12 @@ class Task(BatchTask):
         tests = {name: rows for name, rows in self.set_rows.items() if name != TRAIN and not _validates(name)}
         return tests or {VALIDATION: self.validation_rows}
 
+    @cached_property
+    def tested_rows(self) -> Rows:
+        """Rows of all test sets."""
+        tests = [rows for name, rows in self.test_sets.items() if not _validates(name)]
+        return np.concatenate(tests) if tests else np.arange(0)
+
     def sample(self, row: int, *, seed: int = 0) -> Any:
         """Returns one sample; a data set that augments it draws from global generators with this seed."""
         return self._read([row], [seed])[0]

@@ -271,8 +271,9 @@ def _train_and_judge(parts: Parts) -> Outcome:
         except DoesNotFitError as error:
             if error.details.capacity_bytes is None:
                 error.details = describe_out_of_memory(parts.meter, error.details.need_bytes, known=error.details)
-            # Of a leak, the parts of a step explain nothing.
-            if not (error.details.of_host or error.details.held_bytes):
+            # Of a leak, and of an evaluation, the parts of a step explain nothing.
+            details = error.details
+            if not (details.of_host or details.held_bytes or details.in_evaluation):
                 error.parts = _largest_parts(parts)
             raise
 
