@@ -215,7 +215,6 @@ def evaluated(folder: Path, task: JudgedTask, *, verify: bool) -> RunPlan:
     [
         ({63: 150}, r"Every validation sample .* 1 of 8 do not: point 63; they need up to 37\.5 MiB of 25\.0 MiB"),
         ({61: 150, 62: 170, 67: 160}, r"Every validation .* 3 of 8 do not: point 62, point 67, point 61; they need"),
-        ({68: 150}, r"Every test sample .* 1 of 2 do not: point 68; they need up to 37\.5 MiB of 25\.0 MiB"),
     ],
 )
 def test_evaluated_samples_that_do_not_fit_are_named_before_training(
@@ -226,6 +225,14 @@ def test_evaluated_samples_that_do_not_fit_are_named_before_training(
     assert raised.value.details.in_evaluation
     assert "Take a device that holds them" in str(raised.value)
     assert "oversize" not in str(raised.value)
+
+
+@pytest.mark.parametrize("verify", [True, False], ids=["tried", "predicted"])
+def test_a_test_sample_that_does_not_fit_is_a_notice_of_a_plan_that_trains(tmp_path: Path, verify: bool) -> None:
+    assert evaluated(tmp_path, JudgedTask({68: 150}), verify=verify).notices[-1] == (
+        "Every test sample must fit on the device by itself, and 1 of 2 do not: point 68; they need up to 37.5 MiB of "
+        "25.0 MiB. The run is trained all the same; can-train resume RUN --device cpu then judges it"
+    )
 
 
 @pytest.mark.parametrize("verify", [True, False], ids=["tried", "measured"])

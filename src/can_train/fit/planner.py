@@ -261,8 +261,9 @@ class Planner:
         oversize = self._oversize(limits.training)
         if len(oversize) and self.training.oversize != "skip":
             raise self._oversize_error(oversize, limits)
-        self._check_evaluated(limits)
-        return self._resolved(request, limits, tuple(np.sort(oversize).tolist()), factor)
+        notices = self._check_evaluated(limits)
+        plan = self._resolved(request, limits, tuple(np.sort(oversize).tolist()), factor)
+        return replace(plan, notices=(*plan.notices, *notices))
 
     def replan_same_batch(self, frozen: RunPlan, factor: FactorRule, *, held_bytes: int = 0) -> RunPlan:
         """Keeps a plan's logical batch and plans anew how it is cut, on this device and for the parameters trained now.
@@ -277,8 +278,9 @@ class Planner:
             # Not even oversize=skip leaves them out now: the samples of a run stay the same.
             if len(oversize):
                 raise self._oversize_error(oversize, limits)
-            self._check_evaluated(limits, held_bytes=held_bytes)
-            return self._again(frozen, limits, factor)
+            notices = self._check_evaluated(limits, held_bytes=held_bytes)
+            made = self._again(frozen, limits, factor)
+            return replace(made, notices=(*made.notices, *notices))
 
         return self.on_first_rung(plan)
 
@@ -304,10 +306,7 @@ class Planner:
                 error.__traceback__ = error.__context__ = None
                 failures[rung] = error
                 self.meter.release()
-                if error.rule.startswith(_TEST_MUST_FIT):
-                    # No state of the optimizer is there when it is judged, and nothing is saved.
-                    left = []
-                elif error.rule.startswith((MODEL_MUST_FIT, _VALIDATION_MUST_FIT)):
+                if error.rule.startswith((MODEL_MUST_FIT, _VALIDATION_MUST_FIT)):
                     left = [one for one in left if one.offload_optimizer and not rung.offload_optimizer]
                 continue
             except Exception as error:
@@ -691,21 +690,25 @@ class Planner:
         limit = np.inf if phase.capped else phase.tuned_limit * (1 + ROUNDING)
         return rows[ranked[each[ranked] > limit]]
 
-    def _check_evaluated(self, limits: DeviceLimits, *, held_bytes: int = 0) -> None:
-        """Raises DoesNotFitError where samples of validation or test do not fit by themselves; `held_bytes` of the
+    def _check_evaluated(self, limits: DeviceLimits, *, held_bytes: int = 0) -> list[str]:
+        """Raises DoesNotFitError where validation samples do not fit by themselves; returns a notice about test samples
+        that do not: they decide nothing in training, and a trained run is judged on another device. `held_bytes` of the
         optimizers' state are on the device already.
         """
         if self.explorer.rung.ranks > 1:
             # A pass on shards needs all ranks.
-            return
-        self._check_set(limits, self.task.validation_rows, _VALIDATION_MUST_FIT, held_bytes)
-        if not held_bytes:
-            self._check_set(limits, self.task.tested_rows, _TEST_MUST_FIT, 0)
+            return []
+        if (error := self._misfit(limits, self.task.validation_rows, _VALIDATION_MUST_FIT, held_bytes)) is not None:
+            raise error
+        error = None if held_bytes else self._misfit(limits, self.task.tested_rows, _TEST_MUST_FIT, 0)
+        judged = "The run is trained all the same; can-train resume RUN --device cpu then judges it"
+        return [] if error is None else [f"{error.rule}: {error.value}. {judged}"]
 
-    def _check_set(self, limits: DeviceLimits, rows: Rows, rule: str, held_bytes: int) -> None:
+    def _misfit(self, limits: DeviceLimits, rows: Rows, rule: str, held_bytes: int) -> DoesNotFitError | None:
+        """Returns the error that names the samples of a set that do not fit by themselves; None where all fit."""
         phase, beside_state = limits.evaluation, rule == _VALIDATION_MUST_FIT
         if not len(rows):
-            return
+            return None
         each = price(self.task, rows, phase).each()
         ranked = np.argsort(-each, kind="stable")
         rows, each = rows[ranked], each[ranked]
@@ -714,7 +717,7 @@ class Planner:
         num_unknown = int((each > known * (1 + ROUNDING)).sum())
         state_bytes = 0 if beside_state else self.explorer.state_bytes
         if not num_unknown:
-            return
+            return None
         measure = partial(self.explorer.peak_on_host, evaluates=True, beside_state=beside_state)
         room = predicted_room(limits.capacity_bytes)
         if self.verify and not isinstance(self.meter, AbsentGpuMeter):
@@ -724,16 +727,17 @@ class Planner:
             num_oversize = int((each[:num_unknown] > phase.cost_within(room + state_bytes)).sum())
         else:
             num_oversize = _first_that_fits(rows[:num_unknown], lambda row: (measure(row) or 0) <= room)
-        if num_oversize:
-            predicted = phase.peak_bytes(float(each[0])) - state_bytes
-            need, needed = self._need(predicted, phase, limits, lambda: measure(int(rows[0])))
-            raise DoesNotFitError(
-                f"{rule}, and {num_oversize} of {len(rows)} do not",
-                value=f"{self._named(rows[:num_oversize])}; they need {needed}",
-                remedy=f"Take a device that holds them ({cards_that_hold(need)}), choose a smaller model by its "
-                "settings (--set), or leave them out of the data",
-                details=OutOfMemoryDetails(need_bytes=round(need), in_evaluation=True),
-            )
+        if not num_oversize:
+            return None
+        predicted = phase.peak_bytes(float(each[0])) - state_bytes
+        need, needed = self._need(predicted, phase, limits, lambda: measure(int(rows[0])))
+        return DoesNotFitError(
+            f"{rule}, and {num_oversize} of {len(rows)} do not",
+            value=f"{self._named(rows[:num_oversize])}; they need {needed}",
+            remedy=f"Take a device that holds them ({cards_that_hold(need)}), choose a smaller model by its "
+            "settings (--set), or leave them out of the data",
+            details=OutOfMemoryDetails(need_bytes=round(need), in_evaluation=True),
+        )
 
     def _named(self, rows: Rows) -> str:
         more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
