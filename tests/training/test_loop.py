@@ -258,6 +258,22 @@ def test_a_mean_that_the_plan_has_not_seen_ends_the_training(tmp_path: Path) -> 
         train_line(tmp_path, MeanOfRare(), **RARE)
 
 
+def test_a_mean_that_a_later_step_shows_is_told_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = list[Any]()
+
+    def compared_late(batcher: MicroBatcher, result: Any) -> bool:
+        steps.append(result)
+        return len(steps) > 1
+
+    monkeypatch.setattr(MicroBatcher, "is_compared", compared_late)
+    session = train_line(tmp_path, MeanOfRare(), **RARE)
+    assert isinstance(session.reporter, Notices)
+    assert len([text for text in session.reporter.texts if "the sum of 'rare' is a mean" in text]) == 1
+    assert session.progress.step == len(steps) == 8
+
+
 @pytest.mark.parametrize("options", [{}, {"dropout": 0.3}], ids=["plain", "dropout"])
 def test_comparisons_change_no_bit_of_a_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Mapping[str, float]

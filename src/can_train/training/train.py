@@ -828,12 +828,11 @@ def _compare(
         The dependences that no earlier comparison has shown.
 
     Raises:
-        DataError: In the first comparison, a mean is in the place of a sum, or denominators do not add up. A later one
-            tells it: a training is not lost for it.
+        DataError: In the run's first step, a mean is in the place of a sum, or denominators do not add up. Later, also
+            in an attempt that resumes the run, it is told: a training is not lost for it.
     """
     engine, meter, batcher = session.engine, session.meter, session.engine.batcher
-    is_first = batcher.batch_dependence is None
-    if is_first:
+    if batcher.batch_dependence is None:
         batcher.batch_dependence = engine.planner.batch_dependence
     # The memory of a comparison is not the step's.
     session.monitor.pause()
@@ -844,7 +843,7 @@ def _compare(
         whole = batcher.measure_dependence(losses_of, result.micro_batches, has_room=True, judges=True)
         measured = whole if whole.measured else measured
     meter.release()
-    if is_first:
+    if not session.progress.step:
         # The loss of some samples may be a constant.
         engine.planner.check_loss(replace(measured, trains=True))
     return batcher.learn_dependence(measured)
