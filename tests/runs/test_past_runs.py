@@ -38,6 +38,14 @@ def test_the_newest_finished_run_that_fits_is_taken_and_named(shelf: Shelf) -> N
     assert f"teacher: {chosen.run_id} (the newest finished run that fits)" in notices
 
 
+@pytest.mark.parametrize("share", ["0.2", "0.0"])
+def test_a_setting_that_the_data_decide_fits_the_value_of_any_run(shelf: Shelf, share: str) -> None:
+    chosen = shelf.put(1, shelf.resolved("gat", "normal", sets=(f"dataset.test_share={share}",)))
+    assert resolve(shelf, *DISTILLED)[0].mode.teacher == str(chosen.path)
+    with pytest.raises(ConfigError, match="no finished run fits"):
+        resolve(shelf, *DISTILLED, sets=("dataset.test_share=0.3",))
+
+
 def test_a_run_of_the_same_model_only_is_one_to_be_compared_with(shelf: Shelf) -> None:
     shelf.put(1, shelf.resolved("gat", "normal"))
     same = shelf.put(2, shelf.resolved("gat", "normal", "student"))

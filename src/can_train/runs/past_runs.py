@@ -144,7 +144,8 @@ def misfits(config: Mapping[str, Any], run: ResolvedRun, needed: Prerequisite) -
                    for name, theirs, possible in wanted if theirs not in possible]  # fmt: skip
     if needed.same_model and not differences:
         differences += _differences("model", _group(config, "model"), run.config["model"])
-    mine = {name: run.config["dataset"][name] for name in run.task_settings.inputs}
+    # A setting without a value is decided by the data, and fits each value.
+    mine = {name: value for name in run.task_settings.inputs if (value := run.config["dataset"][name]) is not None}
     return differences + _differences("dataset", _group(config, "dataset"), mine)
 
 
