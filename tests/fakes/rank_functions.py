@@ -55,7 +55,7 @@ def _run_share(
         denominators = {term: own for term, (_, own) in losses_of(0, stop - start).items()}
     limit = costs.cost(start, stop) / max(1, ranks.rank * (parts - 1))
     batcher = MicroBatcher(model, rules=SplitRules(safe_limit=limit))
-    return batcher.run_share(losses_of, costs.part(start, stop), denominators=denominators)
+    return batcher.add_share(losses_of, costs.part(start, stop), denominators=denominators)
 
 
 def lost_share(ranks: Ranks, folder: Path) -> None:

@@ -21,9 +21,9 @@ def gradient(
         return computed
 
     costs, rules = cut_at(sizes)
-    # Not `run`, which warns of mutants whose samples depend on each other.
+    # Nothing is compared: mutants have faults.
     batcher = MicroBatcher(model, rules=rules)
-    result = batcher.run_share(losses, costs, denominators=batch.denominators, weights=weights)
+    result = batcher.add_share(losses, costs, denominators=batch.denominators, weights=weights)
     check_denominators(result, batch.denominators, size=sum(sizes))
     assert result.micro_batches == sizes
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
