@@ -806,6 +806,20 @@ def test_gradients_that_the_loss_writes_by_itself_are_there_once() -> None:
     assert torch.equal(*gradients)
 
 
+def test_gradients_are_there_though_objects_cannot_be_put_back() -> None:
+    model, grows, temperature = nn.Linear(6, 4).double(), np.zeros(2), torch.ones(1)
+    expanded = temperature.expand(4)
+
+    def losses(start: int, stop: int) -> Losses:
+        grows.resize(grows.size + 1, refcheck=False)
+        temperature.mul_(0.999)
+        return {"loss": (model(ROWS[start:stop]).square().sum() + 0 * expanded.sum(), stop - start)}
+
+    MicroBatcher(model, limits=12).run(losses, len(ROWS))
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert float(temperature) == pytest.approx(0.999**2)
+
+
 def shared(losses: Callable[[Tensor], tuple[Tensor, float]], model: nn.Module) -> MicroBatcher:
     """Runs a rank's share of a batch of 48 samples."""
     batcher = MicroBatcher(model, limits=7)

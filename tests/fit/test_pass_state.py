@@ -451,3 +451,27 @@ def test_objects_that_hold_themselves_and_large_data_are_read_once() -> None:
     held.restore()
     assert len(endless) == 1
     assert counts.count == 0
+
+
+def test_a_buffer_that_is_expanded_is_restored() -> None:
+    model, scale = nn.Linear(2, 2), torch.ones(1, 3)
+    model.register_buffer("scales", scale.expand(4, 3))
+    snapshot = Snapshot(model, CPU)
+    scale.add_(1)
+    snapshot.restore()
+    assert scale.eq(1).all()
+
+
+def test_an_object_that_cannot_be_written_to_keeps_no_other_from_being_put_back() -> None:
+    counts, grows, temperature = Counts(), np.zeros(2), torch.ones(1)
+    expanded = temperature.expand(4)
+
+    def function() -> None:
+        grows.resize(grows.size + 1, refcheck=False)
+        temperature.mul_(expanded[0] * 2)
+        counts(1)
+
+    held = HeldState(function, nn.Linear(1, 1), CPU)
+    function()
+    held.restore()
+    assert (counts.count, float(temperature), len(grows)) == (0, 1.0, 3)

@@ -569,9 +569,11 @@ class MicroBatcher:
             has_room = self._whole_fits and not self._rescue.ooms
             return self.measure_dependence(losses_of, micro_batches, has_room=has_room, judges=True)
         finally:
-            held.restore()
             for leaf, gradient in gradients:
-                leaf.grad = gradient
+                # A tensor that was given another shape takes no gradient of the earlier shape.
+                with suppress(RuntimeError):
+                    leaf.grad = gradient
+            held.restore()
 
     def measure_dependence(
         self,

@@ -351,7 +351,7 @@ class HeldState:
         self.modules: list[nn.Module] = []
         self._visit(model, 0)
         self._visit(function, 0)
-        self._of_modules = Snapshot(nn.ModuleList(self.modules), device)
+        self._of_modules = [Snapshot(module, device) for module in self.modules]
 
     def _visit(self, value: Any, depth: int) -> bool:
         """Reads the state of an object; returns whether all of it can be put back."""
@@ -446,16 +446,21 @@ class HeldState:
         return understood
 
     def restore(self) -> None:
-        """Puts the state back."""
-        self._of_modules.restore()
+        """Puts the state back. An object that cannot be written to is left as it is."""
+        for snapshot in self._of_modules:
+            with suppress(Exception):
+                snapshot.restore()
         for tensor, version, value in self._tensors:
             if tensor._version != version:
-                with torch.no_grad():
+                with suppress(Exception), torch.no_grad():
                     written_back(tensor, value)
         for array, numbers in self._arrays:
-            array[...] = numbers
+            if array.shape == numbers.shape:
+                with suppress(Exception):
+                    array[...] = numbers
         for held, contents in self._containers:
-            _STATES[type(held)].write(held, contents)
+            with suppress(Exception):
+                _STATES[type(held)].write(held, contents)
         for cell, contents in self._cells:
             cell.cell_contents = contents
         for owner, values in self._globals:
@@ -484,7 +489,13 @@ def written_back(buffer: Tensor, value: Tensor) -> Tensor:
     """Gives a buffer its earlier value, and the shape of that value where a pass has resized it; returns the buffer."""
     if buffer.shape != value.shape:
         buffer.resize_(value.shape)
-    return buffer.copy_(value)
+    # Numbers of an expanded tensor share memory, which PyTorch refuses to write several numbers to.
+    distinct = buffer
+    for dim, stride in enumerate(buffer.stride() if buffer.layout is torch.strided else ()):
+        if stride == 0 and buffer.shape[dim] > 1:
+            distinct, value = distinct.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    distinct.copy_(value)
+    return buffer
 
 
 def buffer_shapes(model: nn.Module) -> dict[str, tuple[int, ...] | None]:
