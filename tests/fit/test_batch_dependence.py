@@ -1,3 +1,4 @@
+import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -786,6 +787,19 @@ def test_a_comparison_leaves_no_trace_in_objects_that_the_loss_updates() -> None
     assert outside[0].num_batches_tracked == 2
     assert (rows, int(metric.weight), meter.count, len(meter.each), table[0]) == (24, 24, 24, 2, 24)
     assert torch.rand((), generator=generator) == torch.rand(3, generator=torch.Generator().manual_seed(3))[2]
+
+
+def test_a_loss_whose_state_cannot_all_be_put_back_is_compared_once() -> None:
+    model, numbers = nn.Linear(6, 1).double(), itertools.count()
+
+    def losses(start: int, stop: int) -> Losses:
+        next(numbers)
+        return {"loss": (model(ROWS[start:stop]).square().sum(), stop - start)}
+
+    batcher = MicroBatcher(model, limits=12)
+    for _ in range(9):
+        batcher.run(losses, len(ROWS))
+    assert next(numbers) == 2 * 9 + 3
 
 
 def test_gradients_that_the_loss_writes_by_itself_are_there_once() -> None:

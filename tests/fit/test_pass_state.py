@@ -1,7 +1,15 @@
+import logging
 import random
+import threading
 import weakref
-from collections import OrderedDict, deque
+from argparse import Namespace
+from array import array
+from collections import Counter, OrderedDict, UserDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -411,7 +419,7 @@ def test_a_call_of_a_function_is_undone_in_all_that_the_function_holds() -> None
         means["mean"] += 1
         means["new"] = torch.ones(())
 
-    held, state = HeldState(function, nn.Linear(1, 1), CPU), torch.get_rng_state()
+    held, state = HeldState([function], nn.Linear(1, 1), CPU), torch.get_rng_state()
     function()
     with torch.no_grad():
         weight += 1
@@ -427,12 +435,118 @@ def test_a_call_of_a_function_is_undone_in_all_that_the_function_holds() -> None
 def test_an_object_whose_place_in_an_iterator_cannot_be_put_back_is_left_as_it_is() -> None:
     reads, parts = Reads(), Reads()
     reader = partial(lambda first, second: (first(0), second(0)), reads, second=parts)
-    held = HeldState(reader, nn.Linear(1, 1), CPU)
+    held = HeldState([reader], nn.Linear(1, 1), CPU)
     for _ in range(3):
         reader()
     held.restore()
+    assert not held.is_whole
     assert reads.last == parts.last == next(reads.numbers) - 1
     assert (reads.count, len(reads.seen)) == (3, 3)
+
+
+@dataclass(slots=True)
+class Slotted:
+    """Has its attributes in slots."""
+
+    count: int = 0
+
+
+@dataclass
+class Guarded:
+    """Counts beside objects that are no state of a loop."""
+
+    count: int = 0
+    seen: list[int] = field(default_factory=list)
+    lock: Any = field(default_factory=threading.Lock)
+    logger: Any = field(default_factory=lambda: logging.getLogger("loop"))
+    optimizer: Any = field(default_factory=lambda: torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+
+    def add(self) -> None:
+        """Counts once more."""
+        self.count += 1
+        self.seen.append(self.count)
+
+
+class OfClass:
+    """Counts in the class."""
+
+    count = 0
+
+
+class Own(dict[str, int]):
+    """Is derived from a dictionary."""
+
+
+def plus_one(held: Any) -> None:
+    """Adds 1 to a count of that name."""
+    if hasattr(held, "count") and not isinstance(held, (bytearray, array)):
+        held.count += 1
+    else:
+        held["count"] += 1
+
+
+STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], Any]]] = {
+    "slots": (Slotted, plus_one, lambda held: held.count),
+    "lock, logger and optimizer": (Guarded, Guarded.add, lambda held: (held.count, len(held.seen))),
+    "class": (lambda: OfClass, plus_one, lambda held: held.count),
+    "namespace": (lambda: SimpleNamespace(count=0), plus_one, lambda held: held.count),
+    "arguments": (lambda: Namespace(count=0), plus_one, lambda held: held.count),
+    "counter": (Counter, lambda held: held.update("a"), lambda held: held["a"]),
+    "derived dictionary": (lambda: Own(count=0), plus_one, dict),
+    "user's dictionary": (lambda: UserDict(count=0), plus_one, lambda held: held["count"]),
+    "ordered": (lambda: OrderedDict(a=1, b=2), lambda held: held.move_to_end("a"), list),
+    "bytes": (bytearray, lambda held: held.extend(b"a"), len),
+    "array": (lambda: array("d"), lambda held: held.append(1), len),
+    "matrix": (lambda: np.zeros((300, 300)), lambda held: held.__iadd__(1), lambda held: held[0, 0]),
+    "tensor": (lambda: torch.zeros(300, 300), lambda held: held.add_(1), lambda held: float(held[0, 0])),
+    "through data": (lambda: torch.zeros(3), lambda held: held.data.add_(1), lambda held: float(held[0])),
+    "other memory": (lambda: torch.zeros(3), lambda held: setattr(held, "data", held + 1), lambda held: float(held[0])),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_state_is_put_back_of_all_that_loops_count_in(name: str) -> None:
+    make, change, read = STATES[name]
+    counted = make()
+    before, held = read(counted), HeldState([lambda: change(counted)], nn.Linear(1, 1), CPU)
+    change(counted)
+    assert read(counted) != before
+    held.restore()
+    assert read(counted) == before
+    assert held.is_whole
+
+
+def test_weights_that_are_not_trained_are_put_back_and_others_noticed() -> None:
+    for trained in (False, True):
+        model = nn.Linear(2, 2).requires_grad_(trained)
+        before, held = model.weight.detach().clone(), HeldState([model], model, CPU)
+        with torch.no_grad():
+            model.weight.mul_(2)
+        held.restore()
+        assert torch.equal(model.weight, before) is not trained
+        assert held.is_whole is not trained
+
+
+def test_objects_of_another_thread_are_left_alone() -> None:
+    guarded, ahead, counts, ends = Guarded(), [0], Counts(), threading.Event()
+    thread = threading.Thread(target=ends.wait)
+    thread.start()
+    held = HeldState([lambda: (guarded, ahead, counts)], nn.Linear(1, 1), CPU)
+    assert not held.is_whole
+    guarded.add()
+    ahead.append(1)
+    counts(1)
+    held.restore()
+    ends.set()
+    thread.join()
+    assert (guarded.count, guarded.seen, ahead, counts.count) == (1, [1], [0, 1], 0)
+
+
+def test_state_that_an_object_keeps_to_itself_is_noticed() -> None:
+    counts = Counts()
+    assert HeldState([counts], nn.Linear(1, 1), CPU).is_whole
+    vars(counts)["last"] = pytest.importorskip("polars").DataFrame({"a": [1]})
+    assert not HeldState([counts], nn.Linear(1, 1), CPU).is_whole
 
 
 def test_objects_that_hold_themselves_and_large_data_are_read_once() -> None:
@@ -445,8 +559,8 @@ def test_objects_that_hold_themselves_and_large_data_are_read_once() -> None:
         counts(1)
         endless.append(data)
 
-    held = HeldState(function, nn.Linear(1, 1), CPU)
-    assert not held._tensors
+    held = HeldState([function], nn.Linear(1, 1), CPU)
+    assert held.is_whole
     function()
     held.restore()
     assert len(endless) == 1
@@ -471,7 +585,7 @@ def test_an_object_that_cannot_be_written_to_keeps_no_other_from_being_put_back(
         temperature.mul_(expanded[0] * 2)
         counts(1)
 
-    held = HeldState(function, nn.Linear(1, 1), CPU)
+    held = HeldState([function], nn.Linear(1, 1), CPU)
     function()
     held.restore()
     assert (counts.count, float(temperature), len(grows)) == (0, 1.0, 3)

@@ -416,6 +416,7 @@ class MicroBatcher:
         self.batch_dependence: BatchDependence | None = None
         self.compares = True
         self._comparisons = Comparisons()
+        self._leaves_traces = False  # Whether a comparison changed something that cannot be put back, or may have
         self._whole_fits = True  # Whether memory never ran out for a whole batch in a comparison
         self.compiled: CompiledModel | None = None
         self.other: MicroBatcher | None = None
@@ -524,7 +525,9 @@ class MicroBatcher:
             )  # fmt: skip
         if not self.compares or not self.is_compared(result):
             return
-        measured, is_first = self._compared(losses_of, result.micro_batches), self.batch_dependence is None
+        is_first, has_room = self.batch_dependence is None, self._whole_fits and not self._rescue.ooms
+        measure = partial(self.measure_dependence, losses_of, result.micro_batches, has_room=has_room, judges=True)
+        measured = self.leaving_no_trace(measure, [losses_of])
         news = self.learn_dependence(measured)
         for term, fault in measured.faults.items() if is_first else ():
             raise ArgumentError(fault.fact(term), value=fault.numbers, remedy=fault.remedy(term))
@@ -537,6 +540,8 @@ class MicroBatcher:
         if len(result.micro_batches) < 2 or self.shards is not None or self.compiled is not None:
             return False
         modes = (module.training for module in modules_of(self._model))
+        if self._leaves_traces:
+            return False
         is_due = self._comparisons.is_due((*self._trainable, *modes), result.means)
         told = () if self.batch_dependence is None else self.batch_dependence.terms
         return is_due and not all(term in told for term in result.means)
@@ -547,18 +552,26 @@ class MicroBatcher:
         self.batch_dependence = measured if earlier is None else earlier.joined(measured)
         return measured.news(earlier)
 
-    def _compared(self, losses_of: Callable[[int, int], Losses], micro_batches: tuple[int, ...]) -> BatchDependence:
-        """Compares a batch with its parts, and puts back all that calls of `losses_of` have changed: gradients that
-        they write by themselves, and the state of objects that they use (metrics, counters, modules outside the model).
+    def leaving_no_trace(
+        self, measure: Callable[[], BatchDependence], held: Iterable[Any], *, left_out: Iterable[Any] = ()
+    ) -> BatchDependence:
+        """Compares a batch with its parts, and puts back all that it has changed: gradients that a loss writes by
+        itself, and the state of objects (metrics, counters, modules outside the model). Where something may not have
+        been put back, this comparison is the last.
+
+        Args:
+            measure: Compares them.
+            held: Functions and objects that a loss uses.
+            left_out: Objects that are not looked into.
         """
-        held: HeldState | None = None
+        state: HeldState | None = None
         # Objects may be anybody's, and fail where they are looked at.
         with suppress(Exception), CatchOutOfMemory(), self._meter.active():
-            held = HeldState(losses_of, self._model, self._meter.device)
-        if held is None:
+            state = HeldState(held, self._model, self._meter.device, left_out=left_out)
+        if state is None:
             return UNKNOWN
         outside = [leaf for one in self._outside if (leaf := one()) is not None]
-        weights = [parameter for module in held.modules for parameter in parameters_of(module)]
+        weights = [parameter for module in state.modules for parameter in parameters_of(module)]
         leaves = {id(leaf): leaf for leaf in (*weights, *outside)}.values()
         gradients = [(leaf, leaf.grad) for leaf in leaves if leaf.is_leaf]
         for leaf, gradient in gradients:
@@ -566,14 +579,14 @@ class MicroBatcher:
             if gradient is not None:
                 leaf.grad = None
         try:
-            has_room = self._whole_fits and not self._rescue.ooms
-            return self.measure_dependence(losses_of, micro_batches, has_room=has_room, judges=True)
+            return measure()
         finally:
             for leaf, gradient in gradients:
                 # A tensor that was given another shape takes no gradient of the earlier shape.
                 with suppress(RuntimeError):
                     leaf.grad = gradient
-            held.restore()
+            state.restore()
+            self._leaves_traces |= not state.is_whole
 
     def measure_dependence(
         self,

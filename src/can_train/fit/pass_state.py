@@ -4,24 +4,30 @@ micro-batch, and restored bit by bit for another try of it; and the modules and 
 
 from __future__ import annotations
 
+import copyreg
 import ctypes
 import operator
 import random
 import struct
 import sys
-from collections import OrderedDict, defaultdict, deque
+import threading
+from argparse import Namespace
+from array import array
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from can_train.memory.out_of_memory import is_out_of_memory
 
 # Of a list or dictionary that a module hands on. What is larger or deeper is looked up, and has no state of a pass.
 _MOST_ITEMS: Final = 1000
@@ -265,11 +271,18 @@ _STATES: Final[dict[type, _Kind]] = {
     np.random.Generator: _Kind(lambda held: deepcopy(held.bit_generator.state), _write_bits),
     np.random.RandomState: _Kind(np.random.RandomState.get_state, np.random.RandomState.set_state),
 }
-_DEEPEST_HELD: Final = 4  # Objects inside of each other that a function is looked through for
+_GENERATORS: Final = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+# Classes whose methods read and write the contents of containers, also of derived ones.
+_CONTAINERS: Final = (OrderedDict, dict, list, set, deque)
+_ARRAYS: Final = (np.ndarray, bytearray, array)
+_OPEN: Final = (SimpleNamespace, Namespace, UserDict, UserList)  # Of Python's own, but with attributes of their user
+_OF_THREADS: Final = frozenset({"_thread", "threading", "_queue", "queue", "concurrent", "multiprocessing"})
+_OF_HEAP: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: Python's own classes do not have it
+_DEEPEST_HELD: Final = 6  # Objects inside of each other that a function is looked through for
 _MOST_COPIED_BYTES: Final = 2**26  # Of small tensors that a function holds, all together
 _MOST_BYTES_IN_MODULES: Final = 2**24  # Of a tensor that a module keeps, such as the counts of a metric
 # Values without a state of their own.
-_PLAIN: Final = (int, float, complex, str, bytes, type(None), type, ModuleType, torch.device, torch.dtype, np.generic,
+_PLAIN: Final = (int, float, complex, str, bytes, type(None), ModuleType, torch.device, torch.dtype, np.generic,
                  BuiltinFunctionType)  # fmt: skip
 _LIBRARIES: Final = frozenset({"torch", "numpy", "can_train"})  # Beside Python's own: their objects have no such state
 _OF_EVERY_MODULE: Final = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl"})
@@ -325,151 +338,246 @@ class Snapshot:
 
 
 class HeldState:
-    """State of the objects that a function holds: of its closure and its globals, of the object that it is a method
-    of, and of objects inside of those. A call of the function can be undone as far as it changed numbers, lists and
-    dictionaries, generators, modules (their buffers and attributes, metrics among them), small tensors and plain
-    objects. Weights and their gradients are no such state.
+    """State of objects, and of functions: of their closures and globals, of the objects that they are methods of, and
+    of objects inside of those. Calls of the functions can be undone as far as they changed attributes of objects and
+    classes, lists, dictionaries and sets, generators, modules (their buffers and attributes, metrics among them), and
+    tensors and arrays that are not large. Gradients are no such state, and weights only where they are not trained.
+
+    An object is left alone, with all that is in it, where it holds an iterator or a file, whose place cannot be put
+    back; while other threads run, also where it holds a lock, a thread or a queue.
 
     Args:
-        function: The function.
+        held: The functions and objects.
         model: A model; its modules' attributes are state, too.
         device: The device of the generator.
+        left_out: Objects that are not looked into.
 
     Attributes:
-        modules: The modules that the function holds, and the model.
+        modules: The modules that are held, and the model.
+        is_whole: Whether all that was met can be put back, and after `restore`, whether it was. Large tensors and
+            arrays are data, and need not be.
     """
 
-    def __init__(self, function: Callable[..., Any], model: nn.Module, device: torch.device) -> None:
-        self._known: dict[int, tuple[Any, bool]] = {}  # Objects, which keep their ids, and whether their state is known
-        self._cells: list[tuple[CellType, Any]] = []
-        self._globals: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._objects: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._arrays: list[tuple[NDArray[Any], NDArray[Any]]] = []
-        self._containers: list[tuple[Any, Any]] = []
-        self._tensors: list[tuple[Tensor, int, Tensor]] = []
+    def __init__(
+        self, held: Iterable[Any], model: nn.Module, device: torch.device, *, left_out: Iterable[Any] = ()
+    ) -> None:
+        self._known: dict[int, Any] = {id(one): one for one in left_out}  # Objects, which keep their ids
+        self._puts: list[Callable[[], object]] = []  # Each puts back a single object
         self._bytes = 0  # Of copies of tensors and arrays
+        threads = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
+        # PyTorch's backward passes run in threads that Python has not started.
+        self._others_run = not all(isinstance(thread, threading._DummyThread) for thread in threads)
         self.modules: list[nn.Module] = []
-        self._visit(model, 0)
-        self._visit(function, 0)
-        self._of_modules = [Snapshot(module, device) for module in self.modules]
+        self.is_whole = True
+        self._visit_all((model, *held), 0)
+        inner = {id(part) for module in self.modules for part in modules_of(module) if part is not module}
+        outer = [module for module in self.modules if id(module) not in inner]
+        # Last, since the copies of weights that are not trained may take all room.
+        self._visit_all((parameter for module in outer for parameter in parameters_of(module)), 0)
+        self._puts += [Snapshot(module, device).restore for module in outer]
 
-    def _visit(self, value: Any, depth: int) -> bool:
-        """Reads the state of an object; returns whether all of it can be put back."""
-        if (known := self._known.get(id(value))) is not None:
-            return known[1]
-        # Until it has been read: it may hold itself.
-        self._known[id(value)] = value, True
-        if len(self._known) > _MOST_ITEMS_IN_ALL:
-            return False
-        understood = self._read(value, depth)
-        self._known[id(value)] = value, understood
-        return understood
+    def _visit_all(self, values: Iterable[Any], depth: int) -> None:
+        for value in values:
+            # An object may be anybody's, and fail where it is looked at.
+            try:
+                self._visit(value, depth)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                self.is_whole = False
 
-    def _visit_all(self, values: Iterable[Any], depth: int) -> bool:
-        # None is left out after the first whose state is not known.
-        return min([self._visit(value, depth) for value in values], default=True)
-
-    def _read(self, value: Any, depth: int) -> bool:
-        if isinstance(value, _PLAIN):
-            return True
-        if isinstance(value, Tensor):
-            self._read_tensor(value, _MOST_HELD_BYTES)
-            return True
-        if isinstance(value, nn.Module):
-            self.modules.append(value)
-            for part in modules_of(value):
-                for name in vars(part).keys() - _OF_EVERY_MODULE:
-                    if isinstance(attribute := vars(part)[name], Tensor):
-                        self._read_tensor(attribute, _MOST_BYTES_IN_MODULES)
-                    else:
-                        self._visit(attribute, depth + 1)
-            return True
-        if isinstance(value, np.ndarray):
-            if value.nbytes <= _MOST_HELD_BYTES and value.flags.writeable and self._has_room(value.nbytes):
-                self._arrays.append((value, value.copy()))
-            return True
-        if type(value) in _STATES:
-            self._containers.append((value, _STATES[type(value)].read(value)))
-        if depth >= _DEEPEST_HELD:
-            return type(value) in _STATES
-        if isinstance(value, (*_SEQUENCES, tuple)):
-            items = value.values() if isinstance(value, dict) else value
-            return len(value) > _MOST_ITEMS or self._visit_all(items, depth + 1)
-        if isinstance(value, partial):
-            return self._visit_all((value.func, *value.args, *value.keywords.values()), depth)
-        if isinstance(value, MethodType):
-            return self._visit_all((value.__self__, value.__func__), depth)
-        if isinstance(value, FunctionType):
-            return self._read_function(value, depth)
-        return type(value) in _STATES or self._read_object(value, depth)
-
-    def _read_tensor(self, tensor: Tensor, most_bytes: int) -> None:
-        is_weight = tensor.requires_grad or tensor.is_inference()
-        if is_weight or tensor.layout is not torch.strided or tensor.is_meta:
+    def _visit(self, value: Any, depth: int) -> None:
+        if isinstance(value, _PLAIN) or id(value) in self._known:
             return
-        if tensor.nbytes <= most_bytes and self._has_room(tensor.nbytes):
-            self._tensors.append((tensor, tensor._version, tensor.clone()))
+        if depth > _DEEPEST_HELD or len(self._known) >= _MOST_ITEMS_IN_ALL:
+            self.is_whole &= _is_of_library(type(value))
+            return
+        # Before it has been read: it may hold itself.
+        self._known[id(value)] = value
+        if isinstance(value, Tensor):
+            self._read_tensor(value)
+        elif isinstance(value, nn.Module):
+            self._read_module(value, depth)
+        elif isinstance(value, _ARRAYS):
+            self._read_array(value)
+        elif isinstance(value, FunctionType):
+            self._read_function(value, depth)
+        elif isinstance(value, MethodType):
+            self._visit_all((value.__self__, value.__func__), depth)
+        elif isinstance(value, partial):
+            self._visit_all((value.func, *value.args, *value.keywords.values()), depth)
+        elif type(value) in _GENERATORS:
+            kind = _STATES[type(value)]
+            self._puts.append(partial(kind.write, value, kind.read(value)))
+        elif self._is_alone(value):
+            self.is_whole = False
+        elif isinstance(value, type):
+            self._read_class(value, depth)
+        else:
+            self._read_object(value, depth)
+
+    def _is_alone(self, value: Any) -> bool:
+        """Tells whether an object has a place that cannot be put back, or may belong to other threads."""
+        kind = type(value)
+        if isinstance(value, (nn.Module, type)):
+            return False
+        if any(hasattr(kind, name) for name in ("__next__", "read")):
+            return True
+        return self._others_run and (isinstance(value, threading.Thread) or _root_of(kind) in _OF_THREADS)
 
     def _has_room(self, size_bytes: int) -> bool:
-        """Counts the bytes of a copy, and tells whether it may be made: functions may hold whole data sets."""
+        """Counts the bytes of a copy where it may be made: functions may hold whole data sets."""
+        if size_bytes > _MOST_BYTES_IN_MODULES or self._bytes + size_bytes > _MOST_COPIED_BYTES:
+            return False
         self._bytes += size_bytes
-        return self._bytes <= _MOST_COPIED_BYTES
+        return True
 
-    def _read_function(self, function: FunctionType, depth: int) -> bool:
-        if _is_of_library(function.__module__):
-            return True
-        names = dict.fromkeys(_names_in(function.__code__))
-        held = {name: function.__globals__[name] for name in names if name in function.__globals__}
-        known = {name: value for name, value in held.items() if self._visit(value, depth + 1)}
-        self._globals.append((function.__globals__, known))
+    def _read_tensor(self, tensor: Tensor) -> None:
+        if tensor.is_inference() or tensor.layout is not torch.strided or tensor.is_meta or is_lazy(tensor):
+            return
+        copied = not tensor.requires_grad and self._has_room(tensor.nbytes)
+        self._puts.append(partial(self._put_tensor, tensor, _version_of(tensor), tensor.clone() if copied else None))
+
+    def _put_tensor(self, tensor: Tensor, version: tuple[int, int], value: Tensor | None) -> None:
+        if value is None:
+            self.is_whole &= _version_of(tensor) == version
+        # Writing through `.data` moves no version.
+        elif tensor.shape != value.shape or not torch.equal(tensor, value):
+            with torch.no_grad():
+                written_back(tensor, value)
+
+    def _read_array(self, array: Any) -> None:
+        if isinstance(array, np.ndarray) and not array.flags.writeable:
+            return
+        if self._has_room(memoryview(array).nbytes if not isinstance(array, np.ndarray) else array.nbytes):
+            self._puts.append(partial(self._put_array, array, copy(array)))
+
+    def _put_array(self, array: Any, numbers: Any) -> None:
+        if not isinstance(array, np.ndarray):
+            if array != numbers:
+                array[:] = numbers
+        elif array.shape != numbers.shape:
+            self.is_whole = False
+        # Of objects, the bytes are their addresses.
+        elif array.tobytes() != numbers.tobytes():
+            array[...] = numbers
+
+    def _read_module(self, module: nn.Module, depth: int) -> None:
+        self.modules.append(module)
+        for part in modules_of(module):
+            own = vars(part)
+            self._visit_all([own[name] for name in own.keys() - _OF_EVERY_MODULE], depth + 1)
+            self._visit_all([type(part)], depth + 1)
+
+    def _read_function(self, function: FunctionType, depth: int) -> None:
+        if _is_of_library(function):
+            return
+        owner, names = function.__globals__, dict.fromkeys(_names_in(function.__code__))
+        held = {name: owner[name] for name in names if name in owner}
+        self._puts.append(partial(self._put_names, held, lambda: owner, owner.__setitem__, None))
+        self._visit_all(held.values(), depth + 1)
         for cell in function.__closure__ or ():
             # The cell of a name that has no value yet is empty.
             with suppress(ValueError):
-                if self._visit(contents := cell.cell_contents, depth + 1):
-                    self._cells.append((cell, contents))
-        return self._visit_all(function.__defaults__ or (), depth + 1)
+                held = {"cell_contents": cell.cell_contents}
+                now = partial(lambda cell: {"cell_contents": cell.cell_contents}, cell)
+                self._puts.append(partial(self._put_names, held, now, partial(setattr, cell), None))
+                self._visit_all(held.values(), depth + 1)
+        self._visit_all(function.__defaults__ or (), depth + 1)
 
-    def _read_object(self, value: Any, depth: int) -> bool:
-        if _is_of_library(type(value).__module__) or not hasattr(value, "__dict__"):
-            return False
-        owner = vars(value)
-        parts: tuple[list[Any], ...] = (self._objects, self._containers, self._tensors, self._arrays)
-        lengths = [len(part) for part in parts]
-        understood = self._visit_all(owner.values(), depth + 1)
-        # The place in an iterator or in a file cannot be put back, nor may numbers and lists beside it then.
-        if any(hasattr(type(one), name) for one in (value, *owner.values()) for name in ("__next__", "read")):
-            for part, length in zip(parts, lengths, strict=True):
-                del part[length:]
-            return False
-        if understood:
-            self._objects.append((owner, dict(owner)))
-        return understood
+    def _read_class(self, kind: type, depth: int) -> None:
+        if _is_of_library(kind):
+            return
+        now = partial(_values_in, kind)
+        self._read_names(now, partial(type.__setattr__, kind), partial(type.__delattr__, kind), depth)
+        self._visit_all(kind.__bases__, depth)
+
+    def _read_object(self, value: Any, depth: int) -> None:
+        kind, base = type(value), next((base for base in _CONTAINERS if isinstance(value, base)), None)
+        if base is not None:
+            items = _items_of(base, value)
+            self._puts.append(partial(self._put_items, base, value, items))
+            self._visit_all(items if len(items) <= _MOST_ITEMS else (), depth + 1)
+        elif isinstance(value, tuple):
+            self._visit_all(value if len(value) <= _MOST_ITEMS else (), depth + 1)
+        if _is_of_library(kind) and not isinstance(value, _OPEN):
+            return
+        owner, slots = getattr(value, "__dict__", None), copyreg._slotnames(kind)  # type: ignore[attr-defined]
+        if isinstance(owner, dict):
+            self._read_names(lambda: owner, owner.__setitem__, owner.__delitem__, depth)
+        elif (
+            base is None and not isinstance(value, tuple) and not any("__slots__" in vars(one) for one in kind.__mro__)
+        ):
+            # Of an extension, which keeps its state to itself.
+            self.is_whole = False
+        if slots:
+            now = lambda: {name: getattr(value, name) for name in slots if hasattr(value, name)}  # noqa: E731
+            self._read_names(now, partial(object.__setattr__, value), partial(object.__delattr__, value), depth)
+        self._visit_all([kind], depth)
+
+    def _read_names(
+        self,
+        now: Callable[[], Mapping[str, Any]],
+        put: Callable[[str, Any], object],
+        remove: Callable[[str], object],
+        depth: int,
+    ) -> None:
+        """Reads the attributes of an object; `now` returns them."""
+        held = dict(now())
+        if any(map(self._is_alone, held.values())):
+            self.is_whole = False
+            return
+        self._puts.append(partial(self._put_names, held, now, put, remove))
+        self._visit_all(held.values(), depth + 1)
+
+    def _put_names(
+        self,
+        held: Mapping[str, Any],
+        now: Callable[[], Mapping[str, Any]],
+        put: Callable[[str, Any], object],
+        remove: Callable[[str], object] | None,
+    ) -> None:
+        values = dict(now())
+        if remove is not None:
+            for name in values.keys() - held.keys():
+                if not self._is_alone(values[name]):
+                    self._try(partial(remove, name))
+        for name, value in held.items():
+            other = values.get(name, _FORGOTTEN)
+            if other is not value and not self._is_alone(value) and not self._is_alone(other):
+                self._try(partial(put, name, value))
+
+    def _put_items(self, base: Any, held: Any, items: list[Any]) -> None:
+        now = _items_of(base, held)
+        if _are_same(now, items):
+            return
+        if (
+            self._others_run
+            and len(now) > len(items)
+            and (_are_same(now[: len(items)], items) or _are_same(now[len(now) - len(items) :], items))
+        ):
+            # Another thread may have added the items, as one that reads ahead.
+            self.is_whole = False
+        elif base is list:
+            list.__setitem__(held, slice(None), items)
+        else:
+            base.clear(held)
+            if issubclass(base, dict):
+                for key, value in zip(items[::2], items[1::2], strict=True):
+                    base.__setitem__(held, key, value)
+            else:
+                (set.update if base is set else deque.extend)(held, items)
+
+    def _try(self, put: Callable[[], object]) -> None:
+        try:
+            put()
+        except Exception:  # noqa: BLE001 - a loop must not end for it
+            self.is_whole = False
 
     def restore(self) -> None:
         """Puts the state back. An object that cannot be written to is left as it is."""
-        for snapshot in self._of_modules:
-            with suppress(Exception):
-                snapshot.restore()
-        for tensor, version, value in self._tensors:
-            if tensor._version != version:
-                with suppress(Exception), torch.no_grad():
-                    written_back(tensor, value)
-        for array, numbers in self._arrays:
-            if array.shape == numbers.shape:
-                with suppress(Exception):
-                    array[...] = numbers
-        for held, contents in self._containers:
-            with suppress(Exception):
-                _STATES[type(held)].write(held, contents)
-        for cell, contents in self._cells:
-            cell.cell_contents = contents
-        for owner, values in self._globals:
-            owner.update({name: value for name, value in values.items() if owner.get(name) is not value})
-        for owner, values in self._objects:
-            # One by one: another thread may look at the object meanwhile.
-            for name in owner.keys() - values.keys():
-                del owner[name]
-            owner.update({name: value for name, value in values.items() if owner.get(name, _FORGOTTEN) is not value})
+        for put in self._puts:
+            self._try(put)
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
@@ -480,8 +588,35 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def _is_of_library(module: str | None) -> bool:
-    root = (module or "").partition(".")[0]
+def _items_of(base: Any, held: Any) -> list[Any]:
+    """Returns the items of a container of this class, or of one derived from it; keys and values of a dictionary."""
+    return [one for pair in base.items(held) for one in pair] if issubclass(base, dict) else list(base.__iter__(held))
+
+
+def _values_in(kind: type) -> dict[str, Any]:
+    """Returns the attributes of a class that are no methods."""
+    named = ((name, value) for name, value in vars(kind).items() if not name.startswith("__"))
+    return {name: value for name, value in named if not hasattr(type(value), "__get__")}
+
+
+def _version_of(tensor: Tensor) -> tuple[int, int]:
+    """Returns numbers that change where a tensor is written to, or takes other memory."""
+    try:
+        return tensor._version, tensor.data_ptr()
+    except RuntimeError:  # Of a class that keeps its numbers in other tensors
+        return tensor._version, 0
+
+
+def _root_of(held: Any) -> str:
+    return str(held.__module__).partition(".")[0]
+
+
+def _is_of_library(held: Any) -> bool:
+    """Tells whether a class or a function is Python's own, or of a library that has no state of a loop."""
+    root = _root_of(held)
+    if root == "builtins":
+        # Classes of extensions in Rust say that they are Python's own.
+        return not getattr(held, "__flags__", 0) & _OF_HEAP
     return root in _LIBRARIES or root in sys.stdlib_module_names
 
 
