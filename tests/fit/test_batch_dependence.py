@@ -802,6 +802,33 @@ def test_a_loss_whose_state_cannot_all_be_put_back_is_compared_once() -> None:
     assert next(numbers) == 2 * 9 + 3
 
 
+def test_a_small_loss_in_half_precision_is_compared_as_its_scaler_scales_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 3))
+    points, classes, scaler = torch.randn(64, 16), torch.randint(3, (64,)), torch.amp.GradScaler("cpu")
+
+    def losses(start: int, stop: int) -> Losses:
+        with torch.autocast("cpu", dtype=torch.float16):
+            made = model(points[start:stop])
+        loss = F.cross_entropy(made.float(), classes[start:stop], reduction="sum")
+        return {"loss": (1e-5 * loss, stop - start)}
+
+    batcher = MicroBatcher(model, limits=24)
+    batcher.run(losses, len(points), scale=scaler.scale)  # A warning would be an error
+    assert batcher.batch_dependence == BatchDependence(terms={}, modules=(), drops=False)
+
+
+def test_a_mean_is_found_though_the_scale_is_too_large_at_first() -> None:
+    model = nn.Linear(6, 1)
+    rows = ROWS.float()
+    with pytest.raises(ArgumentError, match="The sum of 'loss' is a mean"):
+        MicroBatcher(model, limits=12).run(
+            lambda i, j: {"loss": (model(rows[i:j]).square().mean(), j - i)},
+            len(rows),
+            scale=lambda loss: loss * 2.0**126 * 2.0**10,
+        )
+
+
 def test_gradients_that_the_loss_writes_by_itself_are_there_once() -> None:
     gradients = []
     for compares in (True, False):

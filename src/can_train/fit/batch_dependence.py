@@ -322,6 +322,11 @@ class _Passes:
             return 0.0
         return (difference / size) ** 0.5 if size > 0 else 0.0
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all numbers of the whole gradient are finite."""
+        return all(math.isfinite(_square_sum(each)) for own in self.whole.gradients.values() for each in own)
+
     def adds_up(self, term: str) -> bool:
         """Tells whether the parts' denominators add up to the whole's."""
         first, second, whole = self._counts(term)
@@ -397,6 +402,7 @@ def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives som
     half: bool = False,
     sizes: Sequence[int] = SPLIT,
     judges: bool = True,
+    scale: Callable[[Tensor], Tensor] | None = None,
 ) -> BatchDependence:
     """Compares the gradients of the first `sum(sizes)` samples of a batch, computed whole and in parts of these sizes;
     leaves the model, which is in training mode, as it was. On processors the products of a large model are folded.
@@ -409,10 +415,13 @@ def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives som
         half: Whether matrix products run in half precision.
         sizes: Samples of the two parts.
         judges: Whether sums and denominators are judged, too.
+        scale: Applied to losses before backward, so that small gradients in half precision are not 0.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # A loss may train a head outside of a model that is frozen.
     any_parameter = next(iter(parameters or model.parameters()))
+    if scale is not None and float(scale(torch.ones((), device=any_parameter.device))) == 1:
+        scale = None
     snapshot = Snapshot(model, any_parameter.device)
     first, second = sizes
     normalising = {name: module for name, module in model.named_modules() if _normalises(module)}
@@ -420,17 +429,21 @@ def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives som
 
     def passes(tolerance: float) -> _Passes:
         snapshot.restore()
-        whole = _pass(parameters, losses_of, (0, first + second), denominators)
+        whole = _pass(parameters, losses_of, (0, first + second), denominators, scale)
         snapshot.restore()
         divisors = whole.counts if denominators is None else denominators
-        one = _pass(parameters, losses_of, (0, first), divisors)
-        other = _pass(parameters, losses_of, (first, first + second), divisors)
+        one = _pass(parameters, losses_of, (0, first), divisors, scale)
+        other = _pass(parameters, losses_of, (first, first + second), divisors, scale)
         whole, one, other = _aligned((whole, one, other), parameters)
         return _Passes((first, second), whole, one, other, given=denominators, tolerance=tolerance)
 
     try:
         with _folded_if_large(model), NoDropout() as mode:
             computed = passes(0.0)
+            if scale is not None and not computed.is_finite:
+                # A scaler begins with a scale that is too large, and finds a smaller one.
+                scale = None
+                computed = passes(0.0)
             # A loss may switch to half precision by itself.
             tolerance = tolerance_of(any_parameter.dtype, half=half or mode.half)
             computed = replace(computed, tolerance=tolerance)
@@ -566,6 +579,7 @@ def _pass(
     losses_of: Callable[[int, int], Losses],
     ends: tuple[int, int],
     divisors: Mapping[str, float] | None,
+    scale: Callable[[Tensor], Tensor] | None = None,
 ) -> _Pass:
     """Computes the loss terms of samples, and each term's own gradient; without divisors, of its mean. A loss may train
     more than the model.
@@ -580,6 +594,8 @@ def _pass(
     for left, (term, (total, _)) in enumerate(losses.items(), 1 - len(losses)):
         # A term that the whole batch lacks is divided by nothing.
         loss = total / (divisors.get(term) or 1.0)
+        # Gradients are compared with each other: they stay scaled.
+        loss = loss if scale is None else scale(loss)
         # A compiled model's graph cannot be kept.
         own = _gradient(loss, leaves, retain_graph=left < 0) if loss.requires_grad else [None] * len(leaves)
         is_reached |= any(gradient is not None for gradient in own[: len(parameters)])

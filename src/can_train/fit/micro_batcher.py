@@ -511,10 +511,12 @@ class MicroBatcher:
         result = self.add_share(losses_of, costs, denominators=denominators, weights=weights, scale=scale)
         check_denominators(result, denominators, size=len(costs))
         _check_zeros(result, f"in a batch of {len(costs)} samples")
-        self._judge(losses_of, result)
+        self._judge(losses_of, result, scale)
         return result
 
-    def _judge(self, losses_of: Callable[[int, int], Losses], result: BatchResult) -> None:
+    def _judge(
+        self, losses_of: Callable[[int, int], Losses], result: BatchResult, scale: Callable[[Tensor], Tensor]
+    ) -> None:
         """Compares a batch or a share with the whole, where that is due. The first comparison raises where the loss
         would train something else; a later one warns, as of a split that changes the gradient: hours may be lost.
         """
@@ -526,8 +528,9 @@ class MicroBatcher:
         if not self.compares or not self.is_compared(result):
             return
         is_first, has_room = self.batch_dependence is None, self._whole_fits and not self._rescue.ooms
-        measure = partial(self.measure_dependence, losses_of, result.micro_batches, has_room=has_room, judges=True)
-        measured = self.leaving_no_trace(measure, [losses_of])
+        measure = partial(self.measure_dependence, losses_of, result.micro_batches, scale=scale, has_room=has_room,
+                          judges=True)  # fmt: skip
+        measured = self.leaving_no_trace(measure, [losses_of, scale])
         news = self.learn_dependence(measured)
         for term, fault in measured.faults.items() if is_first else ():
             raise ArgumentError(fault.fact(term), value=fault.numbers, remedy=fault.remedy(term))
@@ -593,11 +596,13 @@ class MicroBatcher:
         losses_of: Callable[[int, int], Losses],
         micro_batches: tuple[int, ...],
         *,
+        scale: Callable[[Tensor], Tensor] | None = None,
         has_room: bool = False,
         judges: bool = False,
     ) -> BatchDependence:
         """Measures whether the losses of parts add up to the loss of their batch, which was cut into `micro_batches`.
-        `judges` tells whether a mean in the place of a sum is an error, and not a dependence.
+        `judges` tells whether a mean in the place of a sum is an error, and not a dependence. `scale` is applied to
+        losses before backward (a gradient scaler).
         The first samples are computed whole and in two parts: as many as the largest micro-batch has, since these have
         fitted; where there is room, the whole batch. Where memory runs out, half as many are tried.
         """
@@ -614,7 +619,9 @@ class MicroBatcher:
                 on_rung = computed_on(self._rung, self._model)
                 with CatchOutOfMemory(), self._meter.active(), on_rung:
                     sizes = (first, samples - first)
-                    return measure_batch_dependence(self._model, losses_of, None, half=half, sizes=sizes, judges=judges)
+                    return measure_batch_dependence(
+                        self._model, losses_of, None, half=half, sizes=sizes, judges=judges, scale=scale
+                    )
                 self._meter.release()
                 self._whole_fits &= samples < sum(micro_batches)
         except Exception:  # noqa: BLE001 - a look at the loop must not end it
@@ -648,7 +655,7 @@ class MicroBatcher:
             # Reading denominators that are on the device makes the host wait.
             if not isinstance(result.denominators, LateNumbers):
                 _check_zeros(result, f"in a share of {sum(result.micro_batches)} samples")
-            self._judge(losses_of, result)
+            self._judge(losses_of, result, scale)
         return result
 
     def add_share(
