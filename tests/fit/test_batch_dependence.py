@@ -3,6 +3,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import pytest
@@ -827,6 +828,21 @@ def test_a_mean_is_found_though_the_scale_is_too_large_at_first() -> None:
             len(rows),
             scale=lambda loss: loss * 2.0**126 * 2.0**10,
         )
+
+
+def test_a_comparison_compiles_nothing() -> None:
+    model, shapes = nn.Linear(6, 2).double(), list[int]()
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        shapes.append(len(inputs))
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend, dynamic=False, fullgraph=True)
+    batcher = MicroBatcher(model, limits=12)
+    batcher.run(lambda i, j: {"loss": (compiled(ROWS[i:j]).square().sum(), j - i)}, len(ROWS))
+    assert batcher.batch_dependence is not None
+    assert batcher.batch_dependence.measured
+    assert len(shapes) == 1
 
 
 def test_gradients_that_the_loss_writes_by_itself_are_there_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -617,7 +618,7 @@ class MicroBatcher:
                 # Unequal parts, since equal ones hide a mean; but of two samples, since a single one has no variance.
                 first = max(samples * SPLIT[0] // sum(SPLIT), min(_LEAST_PART, samples - 1))
                 on_rung = computed_on(self._rung, self._model)
-                with CatchOutOfMemory(), self._meter.active(), on_rung:
+                with CatchOutOfMemory(), self._meter.active(), _without_compiler(), on_rung:
                     sizes = (first, samples - first)
                     return measure_batch_dependence(
                         self._model, losses_of, None, half=half, sizes=sizes, judges=judges, scale=scale
@@ -977,6 +978,14 @@ def untrainable_because(model: nn.Module) -> ArgumentError | None:
         return ArgumentError("A model to be trained has parameters", value=type(model).__name__,
                              remedy="Give the model whose weights are trained")  # fmt: skip
     return None
+
+
+def _without_compiler() -> AbstractContextManager[Any]:
+    """Lets compiled models compute without their compiler in the block: it compiles a function for a few shapes only,
+    which belong to training.
+    """
+    # Without this module nothing has been compiled, and importing it takes seconds.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _hooked_because(model: nn.Module) -> ArgumentError | None:
