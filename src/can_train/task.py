@@ -307,6 +307,12 @@ class BatchTask(ABC):
         """
         return self
 
+    def objects_of_loss(self) -> tuple[Iterable[Any], Iterable[Any]]:
+        """Returns the functions and objects that a loss uses, whose state is put back after a trial of it, and objects
+        with samples, which are left as they are. The default: a loss changes none.
+        """
+        return (), ()
+
     def schedule(self, optimizer: "Optimizer", steps: int) -> "LRScheduler | Callable[[int], float] | None":
         """Returns the schedule of the learning rate: a scheduler of the optimizer, or a function of the step whose
         result is the factor of the learning rate. None, the default: the settings decide. Each phase calls it once.

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from can_train.fit import pass_state
 from can_train.fit.pass_state import Generators, HeldState, Snapshot, buffer_shapes, load_weights
@@ -540,6 +541,22 @@ def test_objects_of_another_thread_are_left_alone() -> None:
     ends.set()
     thread.join()
     assert (guarded.count, guarded.seen, ahead, counts.count) == (1, [1], [0, 1], 0)
+
+
+class Points(Dataset[int]):
+    """Counts the samples that are read."""
+
+    def __init__(self) -> None:
+        self.read_samples, self.iterator = 0, iter(range(3))
+
+
+def test_data_sets_and_objects_that_are_left_out_are_left_as_they_are() -> None:
+    points, counts, other = Points(), Counts(), Counts()
+    held = HeldState([lambda: (points, counts, other)], nn.Linear(1, 1), CPU, left_out=[counts])
+    points.read_samples, counts.count, other.count = 1, 1, 1
+    held.restore()
+    assert held.is_whole
+    assert (points.read_samples, counts.count, other.count) == (1, 1, 0)
 
 
 def test_state_that_an_object_keeps_to_itself_is_noticed() -> None:

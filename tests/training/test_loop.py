@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from can_train.config.settings import MonitorSettings
 from can_train.errors import RUN_FAILED, CanTrainError
@@ -272,6 +272,50 @@ def test_a_mean_that_a_later_step_shows_is_told_and_ends_nothing(
     assert isinstance(session.reporter, Notices)
     assert len([text for text in session.reporter.texts if "the sum of 'rare' is a mean" in text]) == 1
     assert session.progress.step == len(steps) == 8
+
+
+class KeyEncoder(nn.Module):
+    """Moves a copy of its layer in each forward pass, as momentum contrast does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(4, 2), nn.Linear(4, 2).requires_grad_(False)
+
+    def forward(self, points: Tensor) -> Tensor:
+        self.key.weight.data = 0.9 * self.key.weight.data + 0.1 * self.query.weight.data
+        self.key.bias.data.lerp_(self.query.bias.data, 0.1)
+        made: Tensor = self.query(points) - self.key(points)
+        return made
+
+
+class Remembering(RareClass):
+    """Draws from a generator of its own, counts samples, and moves a copy of its model."""
+
+    generator = np.random.default_rng(0)
+    count = 0
+
+    def model(self) -> nn.Module:
+        return KeyEncoder()
+
+    def loss(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, float | Tensor]]:
+        points, classes = batch
+        self.count += len(points)
+        factor = 1 + 0.1 * float(self.generator.standard_normal()) + 100 / (100 + self.count)
+        return {"loss": (factor * model(points).square().sum(), len(classes))}
+
+
+def test_comparisons_change_no_bit_of_a_training_whose_task_remembers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = []
+    for name in ("compared", "plain"):
+        Remembering.generator = np.random.default_rng(0)
+        trained.append(train_line(tmp_path / name, Remembering(), **RARE))
+        assert (trained[-1].engine.batcher.batch_dependence is None) is (name == "plain")
+        monkeypatch.setattr(MicroBatcher, "is_compared", lambda batcher, result: False)
+    assert torch.equal(*map(weights, trained))
+    figures = [[one.get("validation_loss") for one in records(tmp_path / name)] for name in ("compared", "plain")]
+    assert figures[0] == figures[1]
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout": 0.3}], ids=["plain", "dropout"])

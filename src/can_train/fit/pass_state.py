@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import Dataset
 
 from can_train.memory.out_of_memory import is_out_of_memory
 
@@ -364,9 +365,8 @@ class HeldState:
         self._known: dict[int, Any] = {id(one): one for one in left_out}  # Objects, which keep their ids
         self._puts: list[Callable[[], object]] = []  # Each puts back a single object
         self._bytes = 0  # Of copies of tensors and arrays
-        threads = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
-        # PyTorch's backward passes run in threads that Python has not started.
-        self._others_run = not all(isinstance(thread, threading._DummyThread) for thread in threads)
+        own = threading.current_thread()
+        self._others_run = any(thread is not own and _may_change_objects(thread) for thread in threading.enumerate())
         self.modules: list[nn.Module] = []
         self.is_whole = True
         self._visit_all((model, *held), 0)
@@ -398,6 +398,8 @@ class HeldState:
             self._read_tensor(value)
         elif isinstance(value, nn.Module):
             self._read_module(value, depth)
+        elif isinstance(value, Dataset):
+            return
         elif isinstance(value, _ARRAYS):
             self._read_array(value)
         elif isinstance(value, FunctionType):
@@ -419,7 +421,7 @@ class HeldState:
     def _is_alone(self, value: Any) -> bool:
         """Tells whether an object has a place that cannot be put back, or may belong to other threads."""
         kind = type(value)
-        if isinstance(value, (nn.Module, type)):
+        if isinstance(value, (nn.Module, Dataset, type)) or _root_of(kind) == "can_train":
             return False
         if any(hasattr(kind, name) for name in ("__next__", "read")):
             return True
@@ -588,6 +590,14 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
+def _may_change_objects(thread: threading.Thread) -> bool:
+    """Tells whether a thread may run functions of the user: not the threads of PyTorch, whose backward passes run in
+    threads that Python has not started.
+    """
+    function = getattr(thread, "_target", None)
+    return not isinstance(thread, threading._DummyThread) and _root_of(function) not in ("torch", "can_train")
+
+
 def _items_of(base: Any, held: Any) -> list[Any]:
     """Returns the items of a container of this class, or of one derived from it; keys and values of a dictionary."""
     return [one for pair in base.items(held) for one in pair] if issubclass(base, dict) else list(base.__iter__(held))
@@ -608,7 +618,7 @@ def _version_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _root_of(held: Any) -> str:
-    return str(held.__module__).partition(".")[0]
+    return str(getattr(held, "__module__", "")).partition(".")[0]
 
 
 def _is_of_library(held: Any) -> bool:

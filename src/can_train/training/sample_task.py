@@ -762,6 +762,10 @@ class Task(BatchTask):
         """Prepares a logical batch; without a generator, one of validation."""
         return SampleBatch(self, rows, device, dtype, generator)
 
+    def objects_of_loss(self) -> tuple[Iterable[Any], Iterable[Any]]:
+        """Returns the task with the loss of its phase, and its data sets."""
+        return (self, self._phase.loss or self.loss), (self.sets, *self.sets.values())
+
     @property
     def loss_name(self) -> str:
         """The name of the method that computes the loss of the current phase."""

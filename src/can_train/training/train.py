@@ -834,14 +834,22 @@ def _compare(
     engine, meter, batcher = session.engine, session.meter, session.engine.batcher
     if batcher.batch_dependence is None:
         batcher.batch_dependence = engine.planner.batch_dependence
+    scale = engine.optimization.scaler.scale
+    measure = partial(batcher.measure_dependence, losses_of, result.micro_batches, scale=scale, judges=True)
+
+    def compared() -> BatchDependence:
+        with meter.measuring(tensors_of([session.model, engine.optimization.optimizer])):
+            measured = measure()
+        whole_bytes = meter.peak_bytes() * costs.cost(0, len(costs)) / result.largest_cost
+        if not (measured.terms or measured.faults) and _ROOM * whole_bytes <= meter.available_bytes():
+            whole = measure(has_room=True)
+            measured = whole if whole.measured else measured
+        return measured
+
     # The memory of a comparison is not the step's.
     session.monitor.pause()
-    with meter.measuring(tensors_of([session.model, engine.optimization.optimizer])):
-        measured = batcher.measure_dependence(losses_of, result.micro_batches, judges=True)
-    whole_bytes = meter.peak_bytes() * costs.cost(0, len(costs)) / result.largest_cost
-    if not (measured.terms or measured.faults) and _ROOM * whole_bytes <= meter.available_bytes():
-        whole = batcher.measure_dependence(losses_of, result.micro_batches, has_room=True, judges=True)
-        measured = whole if whole.measured else measured
+    held, data = engine.task.objects_of_loss()
+    measured = batcher.leaving_no_trace(compared, held, left_out=data)
     meter.release()
     if not session.progress.step:
         # The loss of some samples may be a constant.
