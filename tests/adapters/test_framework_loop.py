@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from can_train import CanTrainError, LoopSettings, MemoryMonitorCallback, MicroBatchCallback, MicroBatchTrainerMixin
@@ -238,3 +239,26 @@ def test_limits_that_are_not_kept_for_a_batch_whose_samples_nobody_knows_are_sai
         assert loop.step((ROWS[:-1], torch.arange(40)), lambda: 3, lambda: 4, trains=trains) == 3
     loop.close()
     assert told == ["Batches are not split, in spite of limits: its tensors have no common rows (tensors of 39, 40)."]
+
+
+def test_a_small_loss_in_half_precision_is_split_as_its_scaler_scales_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 3))
+    batch, scaler = (torch.randn(64, 16), torch.randint(3, (64,))), torch.amp.GradScaler("cpu")
+    loop = FrameworkLoop(framework="own", model=model, optimizers=[], settings=LoopSettings(limits=24, learn=False))
+    sizes = list[int]()
+
+    def loss_of(points: Tensor, classes: Tensor) -> Tensor:
+        sizes.append(len(points))
+        with torch.autocast("cpu", dtype=torch.float16):
+            made = model(points)
+        return 1e-5 * F.cross_entropy(made.float(), classes)
+
+    def parts() -> None:
+        loop.run_parts(batch, lambda part: (loss_of(*part.batch), None), scale=scaler.scale)
+
+    loop.step(batch, lambda: scaler.scale(loss_of(*batch)).backward(), parts)
+    loop.close()
+    # A warning would be an error.
+    assert sizes[:3] == [22, 21, 21]
+    assert not loop.refused

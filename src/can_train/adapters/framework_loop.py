@@ -403,7 +403,7 @@ class FrameworkLoop:
                 is_looked_at = self._is_looked_at("")
             if is_looked_at and self.compares:
                 with self.noticing_rows(len(costs)):
-                    self._compare(parts, result.micro_batches)
+                    self._compare(parts, result.micro_batches, scale)
         except BaseException:
             for parameter, gradient in earlier:
                 parameter.grad = gradient
@@ -820,7 +820,7 @@ class FrameworkLoop:
         """Counts a batch of a stage (empty: training) that is split; tells whether it is compared with the whole."""
         return self._comparisons.is_due(stage)
 
-    def _compare(self, parts: _Parts, micro_batches: tuple[int, ...]) -> None:
+    def _compare(self, parts: _Parts, micro_batches: tuple[int, ...], scale: Callable[[Tensor], Tensor]) -> None:
         """Compares the batch with its parts: the whole batch where memory never ran out, else the largest part, cut in
         two. Gradients are compared as long as they were equal, and the values that a step logs and keeps. Raises
         SplitRefusedError where the batch is not split, or is computed in another way.
@@ -839,7 +839,7 @@ class FrameworkLoop:
 
         try:
             with self.trial_scope():
-                dependence = self._measured(trial, micro_batches) if is_open or earlier is None else earlier
+                dependence = self._measured(trial, micro_batches, scale) if is_open or earlier is None else earlier
                 if is_open:
                     draws = not self.is_sum and self._draws_alone(trial, dependence)
                 if is_open and dependence.measured and not dependence.terms:
@@ -875,10 +875,13 @@ class FrameworkLoop:
         if name := states.not_made(self.kinds):
             raise self.refuse(f"{name}, which its step keeps, is no total, mean or extreme of its parts", _SMALLER)
 
-    def _measured(self, trial: _Parts, micro_batches: tuple[int, ...]) -> BatchDependence:
+    def _measured(
+        self, trial: _Parts, micro_batches: tuple[int, ...], scale: Callable[[Tensor], Tensor]
+    ) -> BatchDependence:
         """Measures the dependence of samples on each other; takes a loss for a sum where that explains it."""
         assert self.engine is not None, "a batch was split"
-        measure = partial(self.engine.batcher.measure_dependence, trial, micro_batches, has_room=self.may_have_room)
+        measure = partial(self.engine.batcher.measure_dependence, trial, micro_batches, scale=scale,
+                          has_room=self.may_have_room)  # fmt: skip
         dependence = measure()
         if dependence.terms and not dependence.modules:
             self.is_sum = True
