@@ -830,6 +830,23 @@ def test_a_mean_is_found_though_the_scale_is_too_large_at_first() -> None:
         )
 
 
+def test_a_loss_that_moves_trained_weights_is_compared_once_and_told() -> None:
+    model, numbers = nn.Linear(6, 1, bias=False).double(), Sizes()
+
+    def losses(start: int, stop: int) -> Losses:
+        numbers.put(stop - start)
+        with torch.no_grad():
+            model.weight.clamp_(-1, 1)
+        return {"loss": (model(ROWS[start:stop]).square().sum(), stop - start)}
+
+    batcher = MicroBatcher(model, limits=12)
+    with pytest.warns(UserWarning, match="changes trained weights .* no further batch is compared") as told:
+        batcher.run(losses, len(ROWS))
+    assert told[0].filename == __file__
+    batcher.run(losses, len(ROWS))  # A second warning would be an error
+    assert len(numbers.all()) == 2 + 3 + 2
+
+
 def test_a_comparison_compiles_nothing() -> None:
     model, shapes = nn.Linear(6, 2).double(), list[int]()
 

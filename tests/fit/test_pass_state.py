@@ -526,6 +526,7 @@ def test_weights_that_are_not_trained_are_put_back_and_others_noticed() -> None:
         held.restore()
         assert torch.equal(model.weight, before) is not trained
         assert held.is_whole is not trained
+        assert held.has_moved is trained
 
 
 def test_objects_of_another_thread_are_left_alone() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from can_train.config.settings import MonitorSettings
 from can_train.errors import RUN_FAILED, CanTrainError
-from can_train.fit.micro_batcher import MicroBatcher
+from can_train.fit.micro_batcher import MOVES_WEIGHTS, MicroBatcher
 from can_train.training import train as training_loop
 from can_train.training.judgement import validation_loss
 from can_train.training.session import Session
@@ -316,6 +316,24 @@ def test_comparisons_change_no_bit_of_a_training_whose_task_remembers(
     assert torch.equal(*map(weights, trained))
     figures = [[one.get("validation_loss") for one in records(tmp_path / name)] for name in ("compared", "plain")]
     assert figures[0] == figures[1]
+
+
+class Clamped(RareClass):
+    """Clamps its weights as it computes the loss."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, float | Tensor]]:
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.clamp_(-1, 1)
+        points, classes = batch
+        return {"loss": (model(points).square().sum(), len(classes))}
+
+
+def test_weights_that_a_loss_changes_are_told_once(tmp_path: Path) -> None:
+    session = train_line(tmp_path, Clamped(), **RARE)
+    assert isinstance(session.reporter, Notices)
+    told = [text for text in session.reporter.texts if "no further batch is compared" in text]
+    assert told == [f"step 0: {MOVES_WEIGHTS[0].lower()}{MOVES_WEIGHTS[1:]}"]
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout": 0.3}], ids=["plain", "dropout"])

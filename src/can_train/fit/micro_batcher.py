@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 _NO_RULES: Final = SplitRules()
 # Relative difference of the parts' denominators from the whole batch's that is round-off.
 _DENOMINATOR_TOLERANCE: Final = 1e-6
+MOVES_WEIGHTS: Final = "Computing the loss changes trained weights or large tensors: no further batch is compared"
 _LOSSES: Final = "losses_of returns {term: (sum over the samples, denominator)}"
 # Samples of the smaller part of a batch that is measured both whole and split.
 _LEAST_PART: Final = 2
@@ -364,6 +365,8 @@ class MicroBatcher:
             between training and evaluation, or a term begins; None until then.
         compares: Whether `run` and `run_share` compare batches that are split with the whole, and judge their sums and
             denominators; if not, the caller does.
+        moves_weights: Whether the comparison, which is the last then, has left other weights than it met: computing the
+            loss changes weights that are trained, or large ones.
         compiled: The compiler of the model, which a part that it fails for is computed without; None: there is none.
         ladder: The rungs that a step may be computed on.
         other: Computes the steps that try another rung; None: there are none.
@@ -417,6 +420,7 @@ class MicroBatcher:
         self.batch_dependence: BatchDependence | None = None
         self.compares = True
         self._comparisons = Comparisons()
+        self.moves_weights = False
         self._leaves_traces = False  # Whether a comparison changed something that cannot be put back, or may have
         self._whole_fits = True  # Whether memory never ran out for a whole batch in a comparison
         self.compiled: CompiledModel | None = None
@@ -532,6 +536,8 @@ class MicroBatcher:
         measure = partial(self.measure_dependence, losses_of, result.micro_batches, scale=scale, has_room=has_room,
                           judges=True)  # fmt: skip
         measured = self.leaving_no_trace(measure, [losses_of, scale])
+        if self.moves_weights:
+            warnings.warn(f"{MOVES_WEIGHTS}.", stacklevel=3)
         news = self.learn_dependence(measured)
         for term, fault in measured.faults.items() if is_first else ():
             raise ArgumentError(fault.fact(term), value=fault.numbers, remedy=fault.remedy(term))
@@ -591,6 +597,7 @@ class MicroBatcher:
                     leaf.grad = gradient
             state.restore()
             self._leaves_traces |= not state.is_whole
+            self.moves_weights |= state.has_moved
 
     def measure_dependence(
         self,

@@ -357,6 +357,7 @@ class HeldState:
         modules: The modules that are held, and the model.
         is_whole: Whether all that was met can be put back, and after `restore`, whether it was. Large tensors and
             arrays are data, and need not be.
+        has_moved: Whether, after `restore`, trained weights or large tensors have changed, which are not put back.
     """
 
     def __init__(
@@ -368,7 +369,7 @@ class HeldState:
         own = threading.current_thread()
         self._others_run = any(thread is not own and _may_change_objects(thread) for thread in threading.enumerate())
         self.modules: list[nn.Module] = []
-        self.is_whole = True
+        self.is_whole, self.has_moved = True, False
         self._visit_all((model, *held), 0)
         inner = {id(part) for module in self.modules for part in modules_of(module) if part is not module}
         outer = [module for module in self.modules if id(module) not in inner]
@@ -442,7 +443,8 @@ class HeldState:
 
     def _put_tensor(self, tensor: Tensor, version: tuple[int, int], value: Tensor | None) -> None:
         if value is None:
-            self.is_whole &= _version_of(tensor) == version
+            self.has_moved |= _version_of(tensor) != version
+            self.is_whole &= not self.has_moved
         # Writing through `.data` moves no version.
         elif tensor.shape != value.shape or not torch.equal(tensor, value):
             with torch.no_grad():

@@ -28,7 +28,7 @@ from can_train.factors.store import factor_rule
 from can_train.fit.batch_dependence import BatchDependence
 from can_train.fit.compiled import compiler_limits
 from can_train.fit.factor_rule import FactorRule
-from can_train.fit.micro_batcher import BatchResult, Denominators, Losses, combine_shares
+from can_train.fit.micro_batcher import MOVES_WEIGHTS, BatchResult, Denominators, Losses, combine_shares
 from can_train.fit.optimizer import freeze
 from can_train.fit.packing import BatchCosts
 from can_train.fit.pass_state import Snapshot
@@ -851,6 +851,8 @@ def _compare(
     held, data = engine.task.objects_of_loss()
     measured = batcher.leaving_no_trace(compared, held, left_out=data)
     meter.release()
+    if batcher.moves_weights:
+        session.reporter.notice(f"step {session.progress.step}: {MOVES_WEIGHTS[0].lower()}{MOVES_WEIGHTS[1:]}")
     if not session.progress.step:
         # The loss of some samples may be a constant.
         engine.planner.check_loss(replace(measured, trains=True))
