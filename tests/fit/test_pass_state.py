@@ -6,6 +6,7 @@ from argparse import Namespace
 from array import array
 from collections import Counter, OrderedDict, UserDict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -527,6 +528,28 @@ def test_weights_that_are_not_trained_are_put_back_and_others_noticed() -> None:
         assert torch.equal(model.weight, before) is not trained
         assert held.is_whole is not trained
         assert held.has_moved is trained
+
+
+class Full(HeldState):
+    """Runs out of memory as it copies an array."""
+
+    def _read_array(self, array: Any) -> None:
+        raise torch.OutOfMemoryError
+
+
+def test_copies_are_freed_with_the_state_and_where_memory_runs_out() -> None:
+    counts, model = Counts(), nn.BatchNorm1d(2)
+    held = HeldState([counts], model, CPU)
+    alive = weakref.ref(held)
+    held.restore()
+    del held
+    assert alive() is None
+    made = Full.__new__(Full)
+    alive = weakref.ref(made)
+    with suppress(torch.OutOfMemoryError):
+        made.__init__([torch.ones(2), np.ones(2)], model, CPU)  # type: ignore[misc]
+    del made
+    assert alive() is None
 
 
 def test_objects_of_another_thread_are_left_alone() -> None:

@@ -370,7 +370,14 @@ class HeldState:
         self._others_run = any(thread is not own and _may_change_objects(thread) for thread in threading.enumerate())
         self.modules: list[nn.Module] = []
         self.is_whole, self.has_moved = True, False
-        self._visit_all((model, *held), 0)
+        try:
+            self._read_all((model, *held), device)
+        except BaseException:
+            self._forget()
+            raise
+
+    def _read_all(self, held: Iterable[Any], device: torch.device) -> None:
+        self._visit_all(held, 0)
         inner = {id(part) for module in self.modules for part in modules_of(module) if part is not module}
         outer = [module for module in self.modules if id(module) not in inner]
         # Last, since the copies of weights that are not trained may take all room.
@@ -582,6 +589,12 @@ class HeldState:
         """Puts the state back. An object that cannot be written to is left as it is."""
         for put in self._puts:
             self._try(put)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Frees the copies: they refer to this object, and would take memory until the next garbage collection."""
+        self._puts.clear()
+        self._known.clear()
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
