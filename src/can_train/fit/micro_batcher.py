@@ -636,7 +636,7 @@ class MicroBatcher:
             return UNKNOWN
         finally:
             # The comparison may run out of memory, which says nothing of the steps.
-            self._retries += self._meter.retries() - retries
+            self._meter.forgive_retries(since=retries)
         return UNKNOWN
 
     def run_share(

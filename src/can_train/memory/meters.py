@@ -120,8 +120,17 @@ class Meter(ABC):
         """Returns the seconds from one `moment` to another, which the device has passed."""
         return float(ended - begun)
 
+    _forgiven_retries = 0
+
     def retries(self) -> int:
         """Returns how often the allocator has released its cache because an allocation did not fit."""
+        return self._all_retries() - self._forgiven_retries
+
+    def forgive_retries(self, *, since: int) -> None:
+        """Leaves those since an earlier count out: a comparison of batches says nothing of the steps."""
+        self._forgiven_retries += self.retries() - since
+
+    def _all_retries(self) -> int:
         return 0
 
     def utilisation(self) -> float | None:
@@ -322,8 +331,7 @@ class CudaMeter(Meter):
         ended.synchronize()
         return float(begun.elapsed_time(ended)) / 1000
 
-    def retries(self) -> int:
-        """Returns the allocator's count of retries."""
+    def _all_retries(self) -> int:
         return int(self._counters().get("num_alloc_retries", 0))
 
     def available_bytes(self) -> int:
@@ -435,8 +443,7 @@ class SimulatedMeter(Meter):
         """Returns the allocator's allocated bytes."""
         return self.gpu.allocator.allocated_bytes
 
-    def retries(self) -> int:
-        """Returns the allocator's count of retries."""
+    def _all_retries(self) -> int:
         return self.gpu.allocator.num_alloc_retries
 
     def available_bytes(self) -> int:
