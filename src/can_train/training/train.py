@@ -810,12 +810,24 @@ def _accumulate(
             raise with_samples(error, session.task.describe, rows[share]) from None
         # A step that tries another rung, or is computed twice, is compared at another time.
         is_compared = known is None and batcher is engine.batcher and batcher.is_compared(result)
-        dependence = _compare(session, losses_of, costs, result) if is_compared else None
+        dependence = None
+        if is_compared and _has_room_to_compare(session, result):
+            dependence = _compare(session, losses_of, costs, result)
         session.with_room(engine, engine.reserve.before_step)
         forms = ranks.forms(engine.optimization.parameters, session.model)
     report = ShareReport(result=result, forms=forms, received=session.stops.received, is_late=session.is_late,
                          dependence=dependence)  # fmt: skip
     return ranks.exchange(report), denominators
+
+
+def _has_room_to_compare(session: Session, result: BatchResult) -> bool:
+    """Tells whether a part and the gradients of three passes fit beside all that is there: a comparison that ran out of
+    memory would give the device's memory back, for other processes to take before the next step.
+    """
+    engine, meter = session.engine, session.meter
+    gradients_bytes = sum(one.nbytes for one in engine.optimization.parameters if one.requires_grad)
+    free_bytes = meter.available_bytes() - meter.allocated_bytes()
+    return _ROOM * (result.largest_cost + 3 * gradients_bytes) <= free_bytes
 
 
 def _compare(
