@@ -122,18 +122,6 @@ class Queueing(Tagger):
         return {**found, "loss": similar.square().mean()}
 
 
-def test_a_model_that_keeps_a_queue_of_its_latest_outputs_is_not_split(
-    transformers: ModuleType, tmp_path: Path
-) -> None:
-    plain, whole = Queueing(), Queueing()
-    trainer_of(transformers, tmp_path, plain).train()
-    with pytest.warns(UserWarning, match="Batches are not split: 'queue', which its step keeps") as caught:
-        trainer_of(transformers, tmp_path, whole, LoopSettings(limits=3, learn=False)).train()
-    assert len(caught) == 1
-    assert torch.equal(weights(plain), weights(whole))
-    assert torch.equal(plain.get_buffer("queue"), whole.get_buffer("queue"))
-
-
 def token_sum(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_batch: Any) -> Tensor:
     return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
 
@@ -184,13 +172,20 @@ class Teaching(Tagger):
         }
 
 
-def test_a_model_whose_step_moves_a_teacher_is_not_split(transformers: ModuleType, tmp_path: Path) -> None:
-    plain, whole = Teaching(), Teaching()
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [(Queueing, "'queue', which its step keeps"), (Teaching, "its step changes parameters by itself")],
+)
+def test_a_model_whose_step_moves_a_queue_or_a_teacher_is_not_split(
+    transformers: ModuleType, tmp_path: Path, model: type[Tagger], reason: str
+) -> None:
+    plain, whole = model(), model()
     trainer_of(transformers, tmp_path, plain).train()
-    with pytest.warns(UserWarning, match="Batches are not split: its step changes parameters by itself") as caught:
+    with pytest.warns(UserWarning, match=f"Batches are not split: {reason}") as caught:
         trainer_of(transformers, tmp_path, whole, LoopSettings(limits=3, learn=False)).train()
     assert len(caught) == 1
     assert torch.equal(weights(plain), weights(whole))
+    assert all(map(torch.equal, plain.buffers(), whole.buffers()))
 
 
 class Normalised(Tagger):

@@ -266,7 +266,7 @@ class _Pass:
 
     Attributes:
         reached: Whether any parameter got a gradient.
-        outside: Tensors beside the model's parameters that have gradients, too; theirs follow those of the parameters.
+        outside: Tensors beside the model's parameters that have gradients, too; these come after the parameters'.
     """
 
     sums: dict[str, float]

@@ -60,6 +60,7 @@ class Meter(ABC):
     device: torch.device
     name: str  # the driver's name for it
     key: str  # kind of device in the factor store, `h100-80gb`
+    _forgiven_retries = 0
     total_bytes: int  # its whole memory
     capacity_bytes: int  # that PyTorch's allocator may use
     kernel_bytes: int = 0  # the most that one of its kernels takes beside its results, in batches that fill it
@@ -119,8 +120,6 @@ class Meter(ABC):
     def seconds_between(self, begun: Any, ended: Any) -> float:
         """Returns the seconds from one `moment` to another, which the device has passed."""
         return float(ended - begun)
-
-    _forgiven_retries = 0
 
     def retries(self) -> int:
         """Returns how often the allocator has released its cache because an allocation did not fit."""

@@ -164,7 +164,7 @@ class Leak:
     """Memory that something holds from step to step, and no plan counts."""
 
     held_bytes: int = 0  # 0: there is none
-    first_step: int = 0  # From which on it has grown
+    first_step: int = 0  # The step after which the held memory began to grow
 
 
 @dataclass(kw_only=True)
