@@ -1,3 +1,4 @@
+import io
 import logging
 import random
 import threading
@@ -565,6 +566,17 @@ def test_objects_of_another_thread_are_left_alone() -> None:
     ends.set()
     thread.join()
     assert (guarded.count, guarded.seen, ahead, counts.count) == (1, [1], [0, 1], 0)
+
+
+def test_the_thread_of_a_progress_bar_keeps_no_state_from_being_put_back() -> None:
+    with pytest.importorskip("tqdm").tqdm(file=io.StringIO()) as bar:
+        assert isinstance(bar.monitor, threading.Thread)
+        guarded = Guarded()
+        held = HeldState([guarded.add], nn.Linear(1, 1), CPU)
+        guarded.add()
+        held.restore()
+    assert (guarded.count, guarded.seen) == (0, [])
+    assert held.is_whole
 
 
 class Points(Dataset[int]):
