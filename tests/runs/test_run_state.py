@@ -52,6 +52,12 @@ def packed(ending: str, **values: Any) -> RunFacts:
     )
 
 
+def packed_until(state: str, ending: str, **values: Any) -> RunFacts:
+    """A run whose job trained another one, too, and ended in a state."""
+    answer = SchedulerAnswer(accounts=[AccountRow(job=slurm_job("9"), state=state, nodes="n1")])
+    return replace(packed(ending, **values), answer=answer)
+
+
 def cancelled_as_it_was_put_back(ending: str | None = None) -> RunFacts:
     """An element of an array, of which the accounting knows only that it was put back."""
     answer = SchedulerAnswer(accounts=[AccountRow(job=slurm_job("9_1"), state="REQUEUED", nodes="n1")])
@@ -179,6 +185,11 @@ CASES: dict[str, tuple[RunFacts, str, str]] = {
         replace(packed("terminated"), cancels=[CancelRecord(run_id="r", time=minute(20))]),
         "cancelled", "by SIGTERM, saved"),
     "one of a pack, which failed": (packed("failed", message="no such data"), "failed", "no such data"),
+    **{f"one of a pack that failed before its job was {state.lower()}": (
+        packed_until(state, "failed", message="no such data"), "failed", "no such data")
+       for state in ("CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY")},
+    "one of a pack that was saved as its job was cancelled": (
+        packed_until("CANCELLED", "terminated"), "cancelled", "saved"),
     "put back, and cancelled before it was in the queue again": (
         cancelled_as_it_was_put_back("terminated"), "cancelled", "while its job was put back into the queue, saved"),
     "the same, killed before it could save": (

@@ -153,6 +153,9 @@ def classify_exit(attempt: AttemptFacts | None, row: AccountRow | None, log: str
     # Of these endings nobody knows more than the process.
     if end is not None and ending in ("finished", "gpu_oom", "host_oom"):
         return _recorded(end)
+    # What SLURM ended may be the runs beside it.
+    if end is not None and ending == "failed" and _is_shared(facts):
+        return _recorded(end)
     causes = log_causes(log)
     # SLURM calls no job failed that it ended itself: such a cause is of an earlier start of the job.
     if row is not None and row.state == "FAILED" and causes[-1:] and causes[-1] in _RETURNING:
@@ -444,8 +447,7 @@ def _state_in_queue(row: scheduler.QueueRow, facts: RunFacts) -> RunState:
     if last is not None and last.end is not None:
         # After SIGTERM, the job may be on its way back into the queue: SLURM preempts it.
         is_asked_to_leave = _may_be_put_back(last) and not _was_cancelled(last, facts)
-        is_shared = bool(facts.jobs) and facts.jobs[-1].packed_with > 1
-        if is_shared and last.end.ending not in RESTARTED and not is_asked_to_leave:
+        if _is_shared(facts) and last.end.ending not in RESTARTED and not is_asked_to_leave:
             # Its job trains other runs.
             return _recorded(last.end)
         # The job is about to leave the queue or to be requeued, or its next attempt is about to begin.
@@ -455,6 +457,11 @@ def _state_in_queue(row: scheduler.QueueRow, facts: RunFacts) -> RunState:
         return RunState(SUSPENDED, f"{where}; it trains on when SLURM resumes its job")
     where, waits = (where, attempts[-1].waits_for) if attempts else (f"starting {where}", "")
     return RunState(RUNNING, "; ".join(filter(None, [where, waits, again])))
+
+
+def _is_shared(facts: RunFacts) -> bool:
+    """Tells whether the last job of a run trains other runs beside it (`--pack`)."""
+    return bool(facts.jobs) and facts.jobs[-1].packed_with > 1
 
 
 def _state_after_queue(facts: RunFacts) -> RunState:
