@@ -16,7 +16,7 @@ from can_train.errors import CanTrainError, ConfigError, unknown_name
 from can_train.reporter import COLUMNS, TextTable, wrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -48,8 +48,9 @@ class PayloadSignal:
 def signals(
     logs: Annotated[list[Path], typer.Argument(metavar="LOG...", help="Logs of one vehicle, in any format.")],
     *,
-    can_id: Annotated[
-        str | None, typer.Option("--id", help="Only this CAN ID, in hexadecimal: 1A0.", metavar="ID")
+    can_ids: Annotated[
+        list[str] | None,
+        typer.Option("--id", help="Only this CAN ID, in hexadecimal: 1A0; may be given several times.", metavar="ID"),
     ] = None,
     dbc: Annotated[
         Path | None, typer.Option(help="Show the signals of this database (DBC), in physical units.", metavar="FILE")
@@ -61,7 +62,7 @@ def signals(
 
     No database is needed: how often each bit flips tells where a field begins and ends.
     """
-    wanted = None if can_id is None else _parse_id(can_id)
+    wanted = [_parse_id(each) for each in can_ids or ()]
     # Imported late: --help must not wait for NumPy and the readers.
     from can_train_tasks.can.data.database import Database
 
@@ -88,16 +89,16 @@ class SignalReport(NamedTuple):
     plain: Any  # strict JSON
 
 
-def report_signals(logs: Sequence[Frames], wanted: int | None = None) -> SignalReport:
-    """Finds the fields of the IDs of several logs, or of the one ID `wanted`.
+def report_signals(logs: Sequence[Frames], wanted: Collection[int] = ()) -> SignalReport:
+    """Finds the fields of the IDs of several logs, or of the IDs `wanted` if there are any.
 
     Raises:
-        ConfigError: The logs lack the ID.
+        ConfigError: The logs lack an ID.
     """
     from can_train.io.units import counted
 
     messages = _messages(logs)
-    found = [signal for signal in _signals(messages) if wanted in (None, signal.can_id)]
+    found = [signal for signal in _signals(messages) if not wanted or signal.can_id in wanted]
     ids = _chosen_ids(messages, wanted)
     rows = [row for each in ids for row in _rows(messages[each], each, found)]
     without = sum(not any(signal.can_id == each for signal in found) for each in ids)
@@ -118,7 +119,7 @@ def training_signals(dataset: CanDatasetSettings, data_root: Path, cache: Path, 
     frames = _training_frames(load_data(dataset, data_root, cache, reporter), dataset)
     if not dataset.dbc:
         return report_signals(frames)
-    return report_declared(frames, None, Database.unpack(dataset.dbc), packed_name(dataset.dbc))
+    return report_declared(frames, (), Database.unpack(dataset.dbc), packed_name(dataset.dbc))
 
 
 def _training_frames(data: CanData, dataset: CanDatasetSettings) -> list[Frames]:
@@ -141,15 +142,15 @@ def _training_frames(data: CanData, dataset: CanDatasetSettings) -> list[Frames]
     return logs
 
 
-def _chosen_ids(ids: Iterable[int], wanted: int | None) -> list[int]:
+def _chosen_ids(ids: Iterable[int], wanted: Collection[int]) -> list[int]:
     from can_train_tasks.can.data.graphs import id_text
 
     known = set(ids)
     if not known:
         raise ConfigError("The logs have no benign frames", remedy="Name other logs")
-    if wanted is not None and wanted not in known:
-        raise unknown_name("CAN ID", id_text(wanted), map(id_text, known), more="; without --id all are shown")
-    return sorted(known) if wanted is None else [wanted]
+    for each in {*wanted} - known:
+        raise unknown_name("CAN ID", id_text(each), map(id_text, known), more="; without --id all are shown")
+    return sorted({*wanted} or known)
 
 
 _LEGEND: Final = (
@@ -162,11 +163,11 @@ _DECLARED_LEGEND: Final = (_LEGEND[0], "outside: share of the frames with a valu
 _DECLARED_COLUMNS: Final = ("signal", "unit", "from", "to", "declared", "notes")
 
 
-def report_declared(logs: Sequence[Frames], wanted: int | None, database: Database, name: str) -> SignalReport:
+def report_declared(logs: Sequence[Frames], wanted: Collection[int], database: Database, name: str) -> SignalReport:
     """Decodes the signals that a database (called `name`) declares for the IDs of several logs.
 
     Raises:
-        ConfigError: The logs lack the ID `wanted`.
+        ConfigError: The logs lack an ID of `wanted`.
     """
     import numpy as np
 
@@ -181,7 +182,7 @@ def report_declared(logs: Sequence[Frames], wanted: int | None, database: Databa
                for each in ids if each not in messages]  # fmt: skip
     seen = {message.can_id for message in messages.values()}
     unseen = [{"id": id_text(each.can_id), "message": each.name}
-              for each in database.messages if wanted is None and each.can_id not in seen]  # fmt: skip
+              for each in database.messages if not wanted and each.can_id not in seen]  # fmt: skip
     asides = []
     if unknown:
         listed = _listed([str(each["id"]) for each in unknown])

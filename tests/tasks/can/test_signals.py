@@ -45,6 +45,12 @@ def test_the_table_of_one_id_has_its_fields(log, capsys):
     assert int(first.split()[0], 16) == message.can_id
 
 
+def test_several_ids_are_shown_that_are_named(log, capsys):
+    ids = sorted(message.can_id for message in benign_drive(2, seed=5)[0].messages)[:2]
+    assert main(["signals", str(log), "--json", *(word for each in ids for word in ("--id", f"{each:x}"))]) == 0
+    assert [int(each["id"], 16) for each in json.loads(capsys.readouterr().out)] == ids
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [

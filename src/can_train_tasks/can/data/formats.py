@@ -91,6 +91,7 @@ _OTHER_NAMES: Final = {
 # A column of one payload byte, such as `data_0`, `DATA[0]` or `byte 1`.
 _BYTE_COLUMN: Final = re.compile(r"(?:data|databyte|byte|payload|d|b)(\d\d?)")
 _DATA_SEPARATORS: Final = " :._-"
+_LIST_SEPARATORS: Final = " ,"
 # The content of a column, without the blanks and quotes around it.
 _CONTENT: Final = {
     "timestamp": TIMESTAMP,
@@ -194,6 +195,12 @@ class _Header:
         if name in _UNSURE_LETTERS:
             return told or (bool(known) and all(len(word) > 2 and not word.isdecimal() for word in words - known))
         return told or any(len(word) > 2 for word in known)
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether the payloads are lists with commas."""
+        columns = self.roles.get("data", ())
+        return len(columns) == 1 and any(cell[:1] in ("[", "(") and "," in cell for cell in self.cells[columns[0]])
 
     def _has_truth_values(self, column: int) -> bool:
         return all(map(_TRUTH_VALUE.fullmatch, self.cells[column]))
@@ -303,12 +310,15 @@ def _columns_grammars(header: _Header, sample: pl.Series, settings: CanDatasetSe
     decided, roles = texts.decided(), header.roles
     id_content = _CONTENT["id"] if decided.id_base == _HEX else f"(?P<id>{DIGITS})"
     decimal_bytes = decided.byte_base == _DEC
-    cells = _row_cells(header, id_content, _DECIMAL_DATA if decimal_bytes else _HEX_DATA)
+    each_byte, payload = _DECIMAL_DATA if decimal_bytes else _HEX_DATA
+    if header.has_lists:
+        payload = _DECIMAL_LIST if decimal_bytes else _HEX_LIST
+    cells = _row_cells(header, id_content, (each_byte, payload))
     unit = unit_of_name(header.name_of("timestamp"), _COLUMN_NAMES["timestamp"])
     grammar = Grammar(
         name="columns",
         pattern=header.join(cells),
-        separators=_DATA_SEPARATORS,
+        separators=_LIST_SEPARATORS if header.has_lists else _DATA_SEPARATORS,
         id_base=16 if decided.id_base == _HEX else 10,
         byte_columns=len(roles["data"]) if len(roles["data"]) > 1 else 0,
         payload_code="decimal" if decimal_bytes else "hex",
@@ -381,7 +391,8 @@ class NumberTexts:
         if {plain_name(name) for name in header.names} >= _CANEDGE_COLUMNS:
             base = _HEX
         any_number = f'[^"{header.delimiter}]*?'
-        data = (f"(?P<data_N>{any_number})", f"(?P<data>{any_number})")
+        any_payload = r"[\[(][^\])]*[\])]" if header.has_lists else any_number
+        data = (f"(?P<data_N>{any_number})", f"(?P<data>{any_payload})")
         cells = _row_cells(header, f"(?P<id>{any_number})", data)
         needed = 1 + max(*header.roles["id"], *header.roles["data"])  # later cells may be missing
         pattern = f"^{header.delimiter.join(cells[:needed])}(?:{header.delimiter}|[ \\r]*$)"
@@ -527,6 +538,9 @@ _DECIMAL_DATA: Final = (
     f"(?P<data_N>{DECIMAL_CELL})(?:\\.0|(?i:nan))?",  # as pandas writes numbers beside empty cells
     rf"[\[(]?(?P<data>(?:[0-9]{{1,3}}[{_DATA_SEPARATORS}]*)*)[\])]?",
 )
+# A list with commas, which is one cell since it is quoted: "[1, 16, 255]".
+_HEX_LIST: Final = rf"[\[(](?P<data>(?:{BYTE}[{_LIST_SEPARATORS}]*)*)[\])]"
+_DECIMAL_LIST: Final = rf"[\[(](?P<data>(?:[0-9]{{1,3}}[{_LIST_SEPARATORS}]*)*)[\])]"
 
 
 def _row_cells(header: _Header, id_content: str, data_content: tuple[str, str]) -> list[str]:

@@ -283,7 +283,11 @@ class Recording:
     def _blf(self) -> Iterator[Recorded]:
         # Given a path, the reader would leave a damaged file open.
         with self.path.open("rb") as file:
-            messages = iter(self._package.BLFReader(file))
+            reader = self._package.BLFReader(file)
+            # The package ends a file that was cut off as if it were whole. A logger that lost power has no size there.
+            if reader.file_size > (there := self.path.stat().st_size):
+                raise ValueError(f"{there:,} of {reader.file_size:,} bytes")
+            messages = iter(reader)
             while block := list(islice(messages, BLOCK_FRAMES)):
                 frames = [message for message in block if not message.is_error_frame]
                 data = [b"" if frame.is_remote_frame else bytes(frame.data) for frame in frames]

@@ -111,6 +111,22 @@ def test_a_channel_of_a_recording_can_be_chosen(suffix: str, tmp_path: Path) -> 
     assert len(read(path, channel="1")[1]) < 190
 
 
+@pytest.mark.parametrize("share", [0.2, 0.95, 0.999])
+def test_a_blf_file_that_was_cut_off_is_refused_and_one_that_was_not_closed_is_read(
+    share: float, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "drive.blf", TRAFFIC)
+    whole, (_, whole_frames) = path.read_bytes(), read(path)
+    kept = int(share * len(whole))
+    path.write_bytes(whole[:kept])
+    with pytest.raises(DataError, match=rf"no whole BLF file: .*drive\.blf: {kept:,} of {len(whole):,} bytes"):
+        read(path)
+    sizes = slice(16, 36)  # Of the header: bytes, bytes without compression, objects
+    path.write_bytes(whole[:16] + bytes(sizes.stop - sizes.start) + whole[sizes.stop :])
+    _, frames = read(path)
+    assert len(frames) == len(whole_frames)
+
+
 # asammdf's files complain when they are collected before they were opened: here, and not in a later test.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("start", [b"LOGG\x90\0\0\0", b"MDF     4.10    ", b"UnFinMF 4.10    "])
