@@ -16,6 +16,13 @@ def test_every_alias_is_a_training_setting_however_it_is_hyphenated(alias: str) 
     assert canonical_name(alias.replace("_", "-")) == canonical_name(alias)
 
 
+def test_choices_may_be_written_with_underscores() -> None:
+    assert TrainingSettings(scheduler="one_cycle") == TrainingSettings(scheduler="one-cycle")
+    assert TrainingSettings(fit="offload_optimizer").fit == "offload-optimizer"
+    with pytest.raises(ConfigError, match=r"training.scheduler: 'one_circle'"):
+        TrainingSettings(scheduler="one_circle")
+
+
 def test_set_resolves_aliases_of_training_settings_only() -> None:
     assert from_set("training.max_epochs=3").key == "training.epochs"
     assert from_set("other.max_epochs=3").key == "other.max_epochs"

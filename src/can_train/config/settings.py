@@ -583,6 +583,10 @@ class TrainingSettings:
         object.__setattr__(self, "optimizer", _optimizer_name(self.optimizer))
         for name, values in CHOICES.items():
             if name != "optimizer":
+                value = getattr(self, name)
+                # As in names of settings, `-` and `_` are equivalent.
+                if isinstance(value, str) and (hyphenated := value.replace("_", "-")) in values:
+                    object.__setattr__(self, name, hyphenated)
                 check_choice(f"training.{name}", getattr(self, name), values)
         for name in ("epochs", "find_batch_size_steps_per_trial", "gradient_accumulation_steps", "min_steps_per_epoch",
                      "lr_batch_size", "val_interval", "checkpoint_every", "accumulation_max_splits",
@@ -759,6 +763,8 @@ ALIASES: Final[Mapping[str, str]] = {
     "mb_backoff_factor": "backoff_factor",
     "gradient_clip_val": "grad_clip_norm",
     "scheduler_after_batch": "scheduler_interval",
+    "schedule": "scheduler",
+    "warmup": "warmup_share",
 }
 """Alias to field of `TrainingSettings`; the names come from the projects that can-train unites."""
 
