@@ -14,7 +14,7 @@ from torch.utils.data import WeightedRandomSampler
 
 from can_train import Feature, Phase, Task, predict_peak, simulated_gpu
 from can_train.config.settings import TrainingSettings
-from can_train.errors import DataError, DoesNotFitError, Stopped, TaskError
+from can_train.errors import ConfigError, DataError, DoesNotFitError, Stopped, TaskError
 from can_train.fit.epochs import epoch_shares
 from can_train.fit.explore import Explorer
 from can_train.fit.run_plan import limits_notices
@@ -599,3 +599,67 @@ def test_the_size_of_an_epoch_is_that_of_its_order(kind: type[Task], has_size: b
     orders = [task.epoch_order(task.train_rows, seed=1, epoch=epoch) for epoch in range(3)]
     assert task.epoch_size(task.train_rows) == (len(orders[0]) if has_size else None)
     assert len({*map(len, orders)}) == (1 if has_size else 3)
+
+
+def test_a_task_may_have_methods_and_attributes_of_any_private_name() -> None:
+    own = {name.removeprefix("_Task"): 0 for name in vars(Task) if name.startswith("_Task__")}
+    private = {name[1:]: (lambda self, path: path) for name in own}  # As `_read` for `__read`
+
+    class Private(Words):
+        def datasets(self) -> Mapping[str, Sequence[Any]]:
+            self._reader, self._phase, self._resident = iter("a"), 3, None
+            return super().datasets()
+
+    for name, method in private.items():
+        setattr(Private, name, method)
+    task = Private()
+    assert "_read" in private
+    assert len(task.train_rows) == len(Words().train_rows)
+    assert str(task.sample(0)) == str(Words().sample(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("tables", lambda self: (), r"Helper.tables does not take the arguments .* it with: tables\(judgement\)"),
+        ("loss", lambda self, batch: {}, r"Helper.loss does not take the arguments .* it with: loss\(model, batch\)"),
+        ("loss", staticmethod(lambda batch: {}), r"loss\(model, batch\)"),
+        ("epoch_order", lambda self, rows, seed: rows, r"epoch_order\(rows, seed, epoch\)"),
+        ("files", lambda self: (), r"files\(dataset, data_root\)"),
+        ("loss", property(lambda self: {}), "Helper.loss takes the place of can_train.Task.loss"),
+        ("sets", lambda self: {}, "Helper.sets takes the place of can_train.Task.sets"),
+        ("models", lambda self: {}, "Helper.models takes the place"),
+        ("dataset", lambda self: {}, "Helper.dataset takes the place"),
+    ],
+)
+def test_a_helper_with_the_name_of_a_method_that_can_train_calls_is_refused(name: str, value: Any, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        type("Helper", (Words,), {name: value})
+    mixin = type("Mixin", (), {name: value})
+    with pytest.raises(ConfigError, match=error):
+        type("Helper", (mixin, Words), {})
+    # The method of the task comes first.
+    type("Beside", (Words, mixin), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("loss", lambda self, model, batch, weight=1.0: {}),
+        ("loss", staticmethod(lambda model, batch: {})),
+        ("collate", lambda self, *samples: samples),
+        ("files", classmethod(lambda cls, dataset, data_root: ())),
+        ("in_order", property(lambda self: True)),
+        ("in_order", True),
+    ],
+)
+def test_a_method_that_takes_the_arguments_of_the_task_is_no_helper(name: str, value: Any) -> None:
+    type("Own", (Words,), {name: value})
+
+
+def test_a_value_with_the_name_of_a_method_is_refused_and_a_function_taken() -> None:
+    task = Words()
+    with pytest.raises(ConfigError, match=r"Words.columns takes the place of can_train.Task.columns"):
+        task.columns = ["a"]  # type: ignore[method-assign, assignment]
+    task.collate = len  # type: ignore[method-assign, assignment]
+    assert task.collate([1, 2]) == 2

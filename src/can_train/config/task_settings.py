@@ -237,7 +237,7 @@ def load_class(task: str, code_dir: str) -> type:
     try:
         module = _load_file(path) if _is_file(where) else importlib.import_module(where)
     except (Exception, SystemExit) as error:
-        if is_stop(error):
+        if is_stop(error) or isinstance(error, ConfigError):
             raise
         if _is_file(where) and isinstance(error, ImportError) and _NO_PACKAGE in str(error):
             folder, module_name = _module_of(path)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import isfunction
 from itertools import chain, tee
 from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar, cast
@@ -47,6 +48,7 @@ from can_train.training.task_values import (
     PartOutcome,
     baseline_numbers,
     check_named,
+    check_names,
     checked_counts,
     checked_denominators,
     checked_terms,
@@ -54,6 +56,7 @@ from can_train.training.task_values import (
     class_shares,
     measure_numbers,
     metric_numbers,
+    name_taken,
     sampled_rows,
     scored,
 )
@@ -118,6 +121,8 @@ class TaskContext:
 class Task(BatchTask):
     """A task that is described by its samples; at least `datasets`, `model` and `loss` are written.
 
+    A subclass may have methods and attributes of any name that begins with an underscore.
+
     >>> class Digits(Task):
     ...     @dataclass(frozen=True, kw_only=True)
     ...     class Settings:
@@ -163,19 +168,29 @@ class Task(BatchTask):
     prediction_parts: ClassVar[tuple[str, ...]] = ()
     only_part: str = "predictions"
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        check_names(cls, Task)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isfunction(getattr(Task, name, None)) and not callable(value):
+            raise name_taken(type(self), name)
+        super().__setattr__(name, value)
+
     def __init__(self, context: TaskContext | None = None) -> None:
+        # Private names have two underscores: a subclass may have a `_read` of its own.
         self.context = context or TaskContext(settings=self.Settings(), dataset=self.DatasetSettings(),
                                               evaluation=self.EvaluationSettings())  # fmt: skip
         self.settings, self.dataset = self.context.settings, self.context.dataset
         self.model_settings, self.mode = self.context.model, self.context.mode
-        self._phase = Phase()
-        self._takes_gradients: dict[str, bool] = {}  # By the name of each method that validation has called
+        self.__phase = Phase()
+        self.__takes_gradients: dict[str, bool] = {}  # By the name of each method that validation has called
         # Copies of the task for phases share both.
-        self._resident = ResidentSamples(self)
-        self._classified: dict[str, Predictions | None] = {}  # by test set, once it is judged
-        self._reader = SampleReader(
-            self._read, str(self.context.num_workers),
-            size=lambda: sum(map(len, self._indexed)), sets=lambda: self._indexed,
+        self.__resident = ResidentSamples(self)
+        self.__classified: dict[str, Predictions | None] = {}  # by test set, once it is judged
+        self.__reader = SampleReader(
+            self.__read, str(self.context.num_workers),
+            size=lambda: sum(map(len, self.__indexed)), sets=lambda: self.__indexed,
             notice=self.context.reporter.notice,
         )  # fmt: skip
 
@@ -275,7 +290,7 @@ class Task(BatchTask):
         """
         written = (type(self).collate is not Task.collate, type(self).draw is not Task.draw,
                    type(self).denominators is not Task.denominators)  # fmt: skip
-        return not any(written) and all(map(is_in_memory, self._indexed))
+        return not any(written) and all(map(is_in_memory, self.__indexed))
 
     def validation_loss(self, model: nn.Module, batch: Any) -> Losses:
         """Computes the loss terms that choose the best weights, without gradients; the default is `loss`."""
@@ -382,12 +397,12 @@ class Task(BatchTask):
         for name in [name for name, samples in sets.items() if is_stream(samples)]:
             # The training stream comes last: the numbers of its samples go on from epoch to epoch.
             stream = sets.pop(name)
-            sets[name] = stream if name == TRAIN else self._read_once(name, stream)
+            sets[name] = stream if name == TRAIN else self.__read_once(name, stream)
         if TRAIN in sets and is_stream(sets[TRAIN]):
-            sets[TRAIN] = self._training_stream(sets.pop(TRAIN), set(sets))
+            sets[TRAIN] = self.__training_stream(sets.pop(TRAIN), set(sets))
         return sets
 
-    def _training_stream(self, stream: Any, others: Collection[str]) -> TrainingStream:
+    def __training_stream(self, stream: Any, others: Collection[str]) -> TrainingStream:
         name = f"The stream {TRAIN!r}"
         if not any(map(_validates, others)):
             raise DataError(f"{name} needs a validation set beside it", value=f"{type(self).__name__}.datasets",
@@ -406,21 +421,21 @@ class Task(BatchTask):
             raise DataError(f"{name} has no samples", value=f"the length of {type(stream).__name__} is 0",
                             remedy="Return the number of its samples from __len__")  # fmt: skip
         return TrainingStream(stream=stream, samples=samples, seed=self.context.seed, described=name,
-                              asked=self._streaming)  # fmt: skip
+                              asked=self.__streaming)  # fmt: skip
 
     @contextmanager
-    def _streaming(self, what: str) -> Iterator[None]:
+    def __streaming(self, what: str) -> Iterator[None]:
         """Opens a block that iterates a stream."""
         # A simulated GPU does not count the work of reading.
         with self.asked(what), reading(), _disable_current_modes():
             yield
 
-    def _read_once(self, name: str, stream: Any) -> list[Any]:
+    def __read_once(self, name: str, stream: Any) -> list[Any]:
         """Reads a stream of validation or test samples, of which there must be an end; a plan needs the first ones."""
         samples, size, parts = list[Any](), 0, StreamParts(stream, 0, divides=False)
         most, room = LOOKED if self.context.sampling else length_of(stream), _KEPT_SHARE * available_bytes()
         with (
-            self._streaming(f"the stream {name!r}"),
+            self.__streaming(f"the stream {name!r}"),
             self.context.reporter.stage(f"reading {name}", unit="samples") as stage,
         ):
             while len(samples) != most and not isinstance(sample := parts.read(0, 0, len(samples)), End):
@@ -449,14 +464,14 @@ class Task(BatchTask):
         return self.stream is not None
 
     @property
-    def _indexed(self) -> list[Any]:
+    def __indexed(self) -> list[Any]:
         """The sets whose samples are read by their index; their rows come first."""
         return [samples for samples in self.sets.values() if not isinstance(samples, TrainingStream)]
 
     @cached_property
-    def _stream_row(self) -> int:
+    def __stream_row(self) -> int:
         """The row of the first sample of the stream; there is none before it where there is no stream."""
-        indexed = sum(map(len, self._indexed))
+        indexed = sum(map(len, self.__indexed))
         return indexed if self.in_order else int(np.iinfo(np.int64).max)
 
     @cached_property
@@ -480,7 +495,7 @@ class Task(BatchTask):
         """Rows of the training samples; the first ones of a stream stand for the others in a plan."""
         if self.stream is not None:
             looked = np.arange(len(self.stream.looked.samples), dtype=np.int64)
-            return np.resize(self._stream_row + looked, len(self.stream))
+            return np.resize(self.__stream_row + looked, len(self.stream))
         return self.set_rows[TRAIN]
 
     @cached_property
@@ -507,19 +522,19 @@ class Task(BatchTask):
 
     def sample(self, row: int, *, seed: int = 0) -> Any:
         """Returns one sample; a data set that augments it draws from global generators with this seed."""
-        return self._read([row], [seed])[0]
+        return self.__read([row], [seed])[0]
 
-    def _read(self, rows: Sequence[int], seeds: Sequence[int], failed: Failed | None = None) -> list[Any]:
+    def __read(self, rows: Sequence[int], seeds: Sequence[int], failed: Failed | None = None) -> list[Any]:
         """Reads samples, each with its seed. The value of `failed` for an error takes the place of a sample that cannot
         be read; None: the error is raised.
         """
         # No code runs when one of a list is read.
-        if all(map(is_in_memory, self._indexed)) and max(rows, default=0) < self._stream_row:
-            return [self.sets[name][number] for name, number in map(self._place, rows)]
-        return read_seeded(rows, seeds, self._get, failed)
+        if all(map(is_in_memory, self.__indexed)) and max(rows, default=0) < self.__stream_row:
+            return [self.sets[name][number] for name, number in map(self.__place, rows)]
+        return read_seeded(rows, seeds, self.__get, failed)
 
-    def _get(self, row: int) -> Any:
-        name, number = self._place(row)
+    def __get(self, row: int) -> Any:
+        name, number = self.__place(row)
         try:
             return self.sets[name][number]
         except (Exception, SystemExit):
@@ -528,16 +543,16 @@ class Task(BatchTask):
 
     def describe(self, row: int) -> str:
         """Names a sample in a message."""
-        name, number = self._place(row)
+        name, number = self.__place(row)
         if self.stream is not None and name == TRAIN:
             epoch, number = divmod(number, len(self.stream))
             return f"sample {number} of {name} in epoch {epoch + 1}"
         return f"sample {number} of {name}"
 
-    def _place(self, row: int) -> tuple[str, int]:
+    def __place(self, row: int) -> tuple[str, int]:
         """Returns the set that has a sample, and its number there."""
-        if row >= self._stream_row:
-            return TRAIN, row - self._stream_row
+        if row >= self.__stream_row:
+            return TRAIN, row - self.__stream_row
         for name, samples in self.sets.items():
             if row < len(samples):
                 return name, row
@@ -570,32 +585,32 @@ class Task(BatchTask):
         return model
 
     @cached_property
-    def _counted(self) -> tuple[Sequence[Feature], NDArray[np.float64] | None]:
+    def __counted(self) -> tuple[Sequence[Feature], NDArray[np.float64] | None]:
         """The features of memory, and their [R, F] counts for all samples; None where all count alike."""
         count = type(self).features is not Task.features
-        total = sum(map(len, self._indexed)) + (len(self.stream.looked.samples) if self.stream is not None else 0)
+        total = sum(map(len, self.__indexed)) + (len(self.stream.looked.samples) if self.stream is not None else 0)
         if not count:
             looked = np.unique(np.linspace(0, total - 1, min(total, _LOOK)).astype(np.int64))
             if len({tuple(tensor.shape for tensor in leaves(self.sample(int(row)))) for row in looked}) == 1:
                 return (SAMPLES,), None
         counted = []
         stage_name = "counting what samples hold"
-        indexed = min(total, self._stream_row)
+        indexed = min(total, self.__stream_row)
         portions = (range(start, min(start + _PORTION, indexed)) for start in range(0, indexed, _PORTION))
         requests = ((rows, [0] * len(rows)) for rows in portions)
         with (
             self.context.reporter.stage(stage_name, total=total, unit="samples") as stage,
-            self._reader.ahead(requests),
+            self.__reader.ahead(requests),
         ):
             for row in range(total):
                 (sample,) = self.take([row], [0])
-                counted.append(self._count(row, sample))
+                counted.append(self.__count(row, sample))
                 stage.advance(1)
         kinds = {kind: None for counts in counted for kind in counts}
         features = [*kinds, *([SAMPLES] if SAMPLES not in kinds else [])]
         return tuple(features), _table(counted, features)
 
-    def _count(self, row: int, sample: Any) -> dict[Feature, float]:
+    def __count(self, row: int, sample: Any) -> dict[Feature, float]:
         """Counts the features of a sample."""
         with self.asked(f"features of {self.describe(row)}"):
             counts = _lengths(sample) if type(self).features is Task.features else self.features(sample)
@@ -604,34 +619,36 @@ class Task(BatchTask):
 
     def take(self, rows: Sequence[int], seeds: Sequence[int]) -> list[Any]:
         """Returns samples; a stream seeds its samples itself."""
-        if self._resident.is_there:
-            return self._resident.take(rows)
+        if self.__resident.is_there:
+            return self.__resident.take(rows)
         # On a simulated GPU, too, samples wait on the host for their batch.
         with on_host():
-            if self.stream is None or min(rows) < self._stream_row:
-                return self._reader.take(rows, seeds)
-            return self.stream.take([row - self._stream_row for row in rows])
+            if self.stream is None or min(rows) < self.__stream_row:
+                return self.__reader.take(rows, seeds)
+            return self.stream.take([row - self.__stream_row for row in rows])
 
     @property
     def memory_features(self) -> Sequence[Feature]:  # type: ignore[override]
         """Counts that the memory of a batch grows with, the main feature first."""
-        return self._counted[0]
+        return self.__counted[0]
 
     def batch_features(self, rows: Rows) -> NDArray[np.float64]:
         """Returns [R, F]: each sample's own count of each feature."""
-        features, counts = self._counted
+        features, counts = self.__counted
         if counts is None or not len(rows):
             return np.ones((len(rows), len(features)))
         if rows.max() < len(counts):
             return counts[rows]
-        return self._late_counts(rows, features, counts)
+        return self.__late_counts(rows, features, counts)
 
-    def _late_counts(self, rows: Rows, features: Sequence[Feature], counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    def __late_counts(
+        self, rows: Rows, features: Sequence[Feature], counts: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
         """Counts the features of samples of a stream, beyond its first ones, as they are read."""
         assert self.stream is not None
-        self.stream.open((rows - self._stream_row).tolist())
+        self.stream.open((rows - self.__stream_row).tolist())
         samples = self.take(rows.tolist(), [0] * len(rows))
-        counted = [self._count(int(row), sample) for row, sample in zip(rows, samples, strict=True)]
+        counted = [self.__count(int(row), sample) for row, sample in zip(rows, samples, strict=True)]
         for row, kinds in zip(rows.tolist(), counted, strict=True):
             if late := [kind.name for kind in kinds if kind not in features]:
                 first = f"the first {len(self.stream.looked.samples)} samples"
@@ -647,7 +664,7 @@ class Task(BatchTask):
     def epoch_order(self, rows: Rows, *, seed: int, epoch: int) -> Rows:
         """Returns the samples of an epoch in the order of `sampler`, without those that are not among `rows`."""
         if self.stream is not None:
-            return self._stream_row + epoch * len(self.stream) + np.arange(len(self.stream), dtype=np.int64)
+            return self.__stream_row + epoch * len(self.stream) + np.arange(len(self.stream), dtype=np.int64)
         if type(self).sampler is Task.sampler:
             return super().epoch_order(rows, seed=seed, epoch=epoch)
         mixed = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint32)
@@ -656,7 +673,7 @@ class Task(BatchTask):
             if chosen is None:
                 return super().epoch_order(rows, seed=seed, epoch=epoch)
             numbers = np.asarray(chosen if isinstance(chosen, Tensor | np.ndarray) else list(chosen))
-        first = self._first_train_row
+        first = self.__first_train_row
         return sampled_rows(numbers, first, len(self.sets[TRAIN]), rows, seed=int(mixed[0]))
 
     def epoch_size(self, rows: Rows) -> int | None:
@@ -682,70 +699,79 @@ class Task(BatchTask):
         """Returns the bytes of the tensors of all samples, where they may live on the device."""
         if self.in_order or not self.may_live_on_device():
             return 0
-        in_memory = all(map(is_in_memory, self._indexed))
-        return bytes_of_samples(self, sum(map(len, self._indexed)), in_memory=in_memory)
+        in_memory = all(map(is_in_memory, self.__indexed))
+        return bytes_of_samples(self, sum(map(len, self.__indexed)), in_memory=in_memory)
 
     def resident_data(self) -> Mapping[str, NDArray[Any]]:
         """Returns the tensors of all samples, an array for each tensor of a sample."""
         if not self.resident_bytes():
             return {}
-        total = sum(map(len, self._indexed))
-        if all(map(is_in_memory, self._indexed)):
+        total = sum(map(len, self.__indexed))
+        if all(map(is_in_memory, self.__indexed)):
             with _disable_current_modes():
-                return self._resident.arrays(map(self.sample, range(total)))
+                return self.__resident.arrays(map(self.sample, range(total)))
         stage_name = "reading data for the device"
         with self.context.reporter.stage(stage_name, total=total, unit="samples") as stage, _disable_current_modes():
             portions = (range(start, min(start + _PORTION, total)) for start in range(0, total, _PORTION))
-            with self._reader.ahead((rows, [0] * len(rows)) for rows in portions):
+            with self.__reader.ahead((rows, [0] * len(rows)) for rows in portions):
 
                 def read(row: int) -> Any:
                     stage.advance(1)
-                    return self._reader.take([row], [0])[0]
+                    return self.__reader.take([row], [0])[0]
 
-                return self._resident.arrays(map(read, range(total)))
+                return self.__resident.arrays(map(read, range(total)))
 
     def bind_data(self, data: Mapping[str, Tensor]) -> None:
         """Receives these arrays on the device; without them, samples are read on the host again."""
         if data:
             # A run that is resumed has not counted its samples yet, and rows on the device have no lengths to count.
-            _ = self._counted
-        self._resident.bind(data)
+            _ = self.__counted
+        self.__resident.bind(data)
 
     @property
-    def _first_train_row(self) -> int:
+    def __first_train_row(self) -> int:
         before = list(self.sets)[: list(self.sets).index(TRAIN)]
         return sum(len(self.sets[name]) for name in before)
 
     def in_phase(self, phase: Phase) -> "Task":
         """Returns the task as it is in a phase."""
         # Read before the copy, so that both share the data.
-        _ = (self.set_rows, self._counted)
+        _ = (self.set_rows, self.__counted)
         other = copy.copy(self)
-        other._phase = phase
+        other.__phase = phase
         return other
 
     def read_ahead(self, batches: Iterable[UpcomingBatch]) -> AbstractContextManager[None]:
         """Reads the samples of batches ahead, by the processes of `training.num_workers`."""
         if self.stream is not None:
-            return self._stream_ahead(self.stream, batches)
-        if self._resident.is_there:
+            return self.__stream_ahead(self.stream, batches)
+        if self.__resident.is_there:
             return nullcontext()
-        return self._reader.ahead(self._requests(batches))
+        return self.__reader.ahead(self.__requests(batches))
+
+    def begin_stream(self, rows: Rows) -> None:
+        """Opens the training stream at the samples of a batch, if they come from it."""
+        if self.stream is not None and len(rows) and rows.min() >= self.__stream_row:
+            self.stream.open((rows - self.__stream_row).tolist())
+
+    def span_of_reading(self) -> AbstractContextManager[None]:
+        """Opens a span in which samples are made: on the host, unless they live on the device."""
+        return nullcontext() if self.__resident.is_there else on_host()
 
     @contextmanager
-    def _stream_ahead(self, stream: TrainingStream, batches: Iterable[UpcomingBatch]) -> Iterator[None]:
+    def __stream_ahead(self, stream: TrainingStream, batches: Iterable[UpcomingBatch]) -> Iterator[None]:
         """Reads batches of training ahead from the stream, and the others by their index."""
         from_stream, by_index = tee(batches)
-        spans = ((int(batch.rows[0]) - self._stream_row, int(batch.rows[-1]) + 1 - self._stream_row)
+        spans = ((int(batch.rows[0]) - self.__stream_row, int(batch.rows[-1]) + 1 - self.__stream_row)
                  for batch in from_stream if batch.generator is not None)  # fmt: skip
         reader = StreamReader(stream, str(self.context.num_workers), self.context.reporter.notice)
         with stream.ahead(reader, spans), ExitStack() as others:
-            if not all(map(is_in_memory, self._indexed)):
-                evaluated = (batch for batch in by_index if batch.rows[0] < self._stream_row)
-                others.enter_context(self._reader.ahead(self._requests(evaluated)))
+            if not all(map(is_in_memory, self.__indexed)):
+                evaluated = (batch for batch in by_index if batch.rows[0] < self.__stream_row)
+                others.enter_context(self.__reader.ahead(self.__requests(evaluated)))
             yield
 
-    def _requests(self, batches: Iterable[UpcomingBatch]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    def __requests(self, batches: Iterable[UpcomingBatch]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
         """Yields the rows and seeds of batches, as they are read."""
         # Drawing needs all samples of the batch on each rank.
         whole = type(self).draw is not Task.draw
@@ -764,21 +790,21 @@ class Task(BatchTask):
 
     def objects_of_loss(self) -> tuple[Iterable[Any], Iterable[Any]]:
         """Returns the task with the loss of its phase, and its data sets."""
-        return (self, self._phase.loss or self.loss), (self.sets, *self.sets.values())
+        return (self, self.__phase.loss or self.loss), (self.sets, *self.sets.values())
 
     @property
     def loss_name(self) -> str:
         """The name of the method that computes the loss of the current phase."""
-        return getattr(self._phase.loss or self.loss, "__name__", "loss")
+        return getattr(self.__phase.loss or self.loss, "__name__", "loss")
 
     def losses_of(
         self, model: nn.Module, batch: Any, *, validating: bool
     ) -> Mapping[str, tuple[Tensor, float | Tensor]]:
         """Computes the loss terms of collated samples in the current phase, or in validation."""
-        of_phase = self._phase.loss or self.loss
+        of_phase = self.__phase.loss or self.loss
         compute = self.validation_loss if validating else of_phase
         with self.asked(compute.__name__):
-            terms = self._computed(compute, model, batch)
+            terms = self.__computed(compute, model, batch)
         return checked_terms(f"{type(self).__name__}.{compute.__name__}", terms)
 
     def outcome(self, model: nn.Module, rows: Rows, device: torch.device, dtype: torch.dtype) -> PartOutcome:
@@ -790,9 +816,9 @@ class Task(BatchTask):
         batch = SampleBatch(self, rows, device, dtype, None)
         losses = batch.losses(model, 0, len(rows))
         collated = batch.collated(0, len(rows))
-        metrics = self._checked_metrics(model, collated)
+        metrics = self.__checked_metrics(model, collated)
         sums = {_loss_name(term): (float(total), float(count)) for term, (total, count) in losses.items()} | metrics
-        return PartOutcome(sums, self._checked_predictions(model, collated, len(rows)))
+        return PartOutcome(sums, self.__checked_predictions(model, collated, len(rows)))
 
     def predicted(
         self, model: nn.Module, rows: Rows, samples: Sequence[Any], device: torch.device, dtype: torch.dtype
@@ -813,7 +839,7 @@ class Task(BatchTask):
         drawn = self.drawn_alone(samples, rows.tolist())
         with self.asked("collate"):
             collated = to_device(self.collate(drawn), device, dtype)
-        predictions = self._checked_predictions(model, collated, len(rows))
+        predictions = self.__checked_predictions(model, collated, len(rows))
         if predictions is None:
             raise ConfigError("This task makes no predictions of single samples", value=type(self).__name__,
                               remedy="Write Task.predict; see docs/tasks.md")  # fmt: skip
@@ -829,9 +855,9 @@ class Task(BatchTask):
             return [self.draw([sample], torch.Generator().manual_seed(seed))[0]
                     for sample, seed in zip(samples, seeds, strict=True)]  # fmt: skip
 
-    def _checked_predictions(self, model: nn.Module, collated: Any, size: int) -> list[Any] | None:
+    def __checked_predictions(self, model: nn.Module, collated: Any, size: int) -> list[Any] | None:
         with self.asked("predict"):
-            predictions = self._computed(self.predict, model, collated)
+            predictions = self.__computed(self.predict, model, collated)
         if predictions is None:
             return None
         where = f"{type(self).__name__}.predict"
@@ -848,11 +874,11 @@ class Task(BatchTask):
         """Computes the metrics of a batch, for the line of an epoch."""
         if type(self).metrics is Task.metrics or not isinstance(batch, SampleBatch):
             return {}
-        return self._checked_metrics(model, batch.collated(0, size))
+        return self.__checked_metrics(model, batch.collated(0, size))
 
-    def _checked_metrics(self, model: nn.Module, collated: Any) -> dict[str, tuple[float, float]]:
+    def __checked_metrics(self, model: nn.Module, collated: Any) -> dict[str, tuple[float, float]]:
         with self.asked("metrics"):
-            metrics = self._computed(self.metrics, model, collated)
+            metrics = self.__computed(self.metrics, model, collated)
         return metric_numbers(f"{type(self).__name__}.metrics", metrics)
 
     def check_outputs(self, model: nn.Module, rows: Rows, device: torch.device, dtype: torch.dtype) -> None:
@@ -864,7 +890,7 @@ class Task(BatchTask):
         predictions = outcome.predictions
         if not predictions:
             return
-        task._classify(rows, [outcome])
+        task.__classify(rows, [outcome])
         try:
             with warnings.catch_warnings(), seeded(0):
                 warnings.simplefilter("ignore")
@@ -885,18 +911,18 @@ class Task(BatchTask):
             for name, rows in self.test_sets.items():
                 outcomes = score.parts(rows)
                 tests[name] = self.judge_rows(rows, outcomes, self)
-                self._classified[name] = self._classify(rows, outcomes) or scored(outcomes)
-        whole = self._scores(self.validation_rows, [part for of_set in parts.values() for part in of_set])
+                self.__classified[name] = self.__classify(rows, outcomes) or scored(outcomes)
+        whole = self.__scores(self.validation_rows, [part for of_set in parts.values() for part in of_set])
         if len(validated) == 1:
             return {VALIDATION: whole, TEST: tests}
-        several = {name: self._scores(rows, parts[name]) for name, rows in validated.items()}
+        several = {name: self.__scores(rows, parts[name]) for name, rows in validated.items()}
         return {VALIDATION: whole, _VALIDATION_SETS: several, TEST: tests}
 
     def predictions(self, judgement: Mapping[str, Any], score: Any) -> Mapping[str, Predictions]:
         """Returns the predicted classes, or the scores, of each test set, of which `judge` has the outcomes."""
-        return {name: one for name, one in self._classified.items() if one is not None}
+        return {name: one for name, one in self.__classified.items() if one is not None}
 
-    def _classify(self, rows: Rows, parts: Sequence[PartOutcome]) -> Predictions | None:
+    def __classify(self, rows: Rows, parts: Sequence[PartOutcome]) -> Predictions | None:
         """Compares the predicted with the true classes of a set; None where the task has no classes."""
         predictions = [value for part in parts for value in part.predictions or ()]
         if not predictions or type(self).labels is Task.labels:
@@ -933,10 +959,10 @@ class Task(BatchTask):
             with self.asked("baselines"), seeded(0):
                 baselines = trained.baselines(Samples(self, rows))
             baselines = baseline_numbers(f"{type(trained).__name__}.baselines", baselines)
-        return {"samples": len(rows), MODEL: self._scores(rows, parts),
+        return {"samples": len(rows), MODEL: self.__scores(rows, parts),
                 "baselines": baselines}  # fmt: skip
 
-    def _scores(self, rows: Rows, parts: Sequence[PartOutcome]) -> dict[str, float]:
+    def __scores(self, rows: Rows, parts: Sequence[PartOutcome]) -> dict[str, float]:
         """Returns the figures of a set: sums of its parts ÷ denominators, then the measures of its predictions."""
         totals: dict[str, list[float]] = {}
         for part in parts:
@@ -953,19 +979,19 @@ class Task(BatchTask):
 
     def validation_metrics(self, rows: Rows, score: Any) -> Mapping[str, float]:
         """Computes the metrics and measures of a validation set."""
-        return self._scores(rows, score.parts(rows))
+        return self.__scores(rows, score.parts(rows))
 
     def tables(self, judgement: Mapping[str, Any]) -> Sequence[TextTable]:
         """Writes a judgement as a table."""
         return tables(judgement)
 
-    def _computed(self, compute: Callable[[nn.Module, Any], T], model: nn.Module, batch: Any) -> T:
+    def __computed(self, compute: Callable[[nn.Module, Any], T], model: nn.Module, batch: Any) -> T:
         """Calls a method of the task's own. In validation and judging it may need the gradients that are off there: for
         a gradient penalty, or forces, which are an energy's gradient.
         """
         if torch.is_grad_enabled():
             return compute(model, batch)
-        takes_gradients = self._takes_gradients.get(compute.__name__)
+        takes_gradients = self.__takes_gradients.get(compute.__name__)
         if not takes_gradients:
             # The first call may fail half-way, and nothing may show that it did.
             with on_host():
@@ -977,11 +1003,11 @@ class Task(BatchTask):
                     raise
                 restore_generators(generators)
             else:
-                self._takes_gradients[compute.__name__] = False
+                self.__takes_gradients[compute.__name__] = False
                 return result
         with torch.enable_grad():
             result = compute(model, batch)
-        self._takes_gradients[compute.__name__] = True
+        self.__takes_gradients[compute.__name__] = True
         return cast(T, tree_map_only(Tensor, Tensor.detach, result))
 
     @contextmanager
@@ -1014,8 +1040,7 @@ class SampleBatch:
         self._seeds = sample_seeds(rows, generator)
         self._samples: dict[int, Any] = {}
         self._given: Mapping[str, float | Tensor] | None = None  # Denominators, once they were asked for
-        if task.stream is not None and len(rows) and rows.min() >= task._stream_row:
-            task.stream.open((rows - task._stream_row).tolist())
+        task.begin_stream(rows)
         if type(task).draw is not Task.draw:
             self._draw(generator)
 
@@ -1057,8 +1082,7 @@ class SampleBatch:
         if generator is None:
             drawn = list(task.drawn_alone(samples, self._seeds))
         else:
-            span = nullcontext() if task._resident.is_there else on_host()
-            with task.asked("draw"), span:
+            with task.asked("draw"), task.span_of_reading():
                 drawn = list(task.draw(samples, generator))
         if len(drawn) != len(samples):
             raise DataError(f"Task.draw returned {len(drawn)} samples for {len(samples)}",

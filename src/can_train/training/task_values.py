@@ -6,13 +6,16 @@ Shapes: R samples of a call.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from inspect import Signature, getattr_static, signature
+from types import FunctionType
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from can_train.errors import DataError
+from can_train.errors import ConfigError, DataError
 from can_train.task import Feature, Predictions
 
 Rows = NDArray[np.int64]
@@ -38,6 +41,53 @@ class PartOutcome:
 
     metrics: Mapping[str, tuple[float, float]]
     predictions: Sequence[Any] | None
+
+
+_OF_INSTANCES: Final = ("context", "settings", "dataset", "model_settings", "mode")  # Which `Task.__init__` sets
+
+
+def check_names(task: type, base: type) -> None:
+    """Raises ConfigError where a class that derives from `base` has a helper with a name of `base`, which can-train
+    would call as the method of `base`, or read as its attribute.
+    """
+    for owner in task.__mro__[: task.__mro__.index(base)]:
+        for name, value in vars(owner).items():
+            is_method = isinstance(value, (FunctionType, staticmethod, classmethod, property, cached_property))
+            if is_method and name in _OF_INSTANCES:
+                raise name_taken(task, name)
+            own = getattr_static(base, name, None)
+            if name.startswith("__") or own is None or not is_method:
+                continue
+            if not isinstance(own, (FunctionType, classmethod)):
+                # A value may be computed: by a property, and not by a method.
+                if not isinstance(value, (property, cached_property)):
+                    raise name_taken(task, name)
+            elif isinstance(value, (property, cached_property)):
+                raise name_taken(task, name)
+            elif not _takes(value, wanted := signature(getattr(base, name))):
+                arguments = ", ".join(each for each in wanted.parameters if each != "self")
+                raise ConfigError(f"{task.__name__}.{name} does not take the arguments that can-train calls it with",
+                                  value=f"{name}({arguments})",
+                                  remedy="Take these arguments, or give a helper another name")  # fmt: skip
+
+
+def name_taken(task: type, name: str) -> ConfigError:
+    """Returns the error that a class or an object of a task has a value with a name of `can_train.Task`."""
+    return ConfigError(f"{task.__name__}.{name} takes the place of can_train.Task.{name}, which can-train needs",
+                       remedy="Give yours another name")  # fmt: skip
+
+
+def _takes(method: Any, wanted: Signature) -> bool:
+    """Tells whether a function of a class takes the arguments that are always given of a signature without `self`."""
+    function = method.__func__ if isinstance(method, (staticmethod, classmethod)) else method
+    always = [each for each in wanted.parameters.values() if each.default is each.empty and each.name != "self"]
+    named = {each.name: None for each in always if each.kind is each.KEYWORD_ONLY}
+    places = [None] * (len(always) - len(named) + (not isinstance(method, staticmethod)))
+    try:
+        signature(function).bind(*places, **named)
+    except TypeError:
+        return False
+    return True
 
 
 def sampled_rows(numbers: NDArray[Any], first: int, size: int, rows: Rows, *, seed: int) -> Rows:
