@@ -1,11 +1,12 @@
 """What state a run is in: a table of what SLURM, the run's files and its processes may say together."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from can_train.runs.registry import CancelRecord
+from can_train.runs.registry import CancelRecord, JobRecord
 from can_train.runs.run_state import (
     CAUSES,
     LIVE,
@@ -15,6 +16,7 @@ from can_train.runs.run_state import (
     infer_attempt_state,
     infer_run_state,
     last_error_line,
+    live_row,
 )
 from can_train.runs.scheduler import AccountRow, QueueRow, SchedulerAnswer
 from fakes.run_facts import CLUSTER, JOBS, RUN, attempt, job, minute, of_job, recorded, slurm_job, text_of
@@ -56,6 +58,14 @@ def packed_until(state: str, ending: str, **values: Any) -> RunFacts:
     """A run whose job trained another one, too, and ended in a state."""
     answer = SchedulerAnswer(accounts=[AccountRow(job=slurm_job("9"), state=state, nodes="n1")])
     return replace(packed(ending, **values), answer=answer)
+
+
+def waits_for_others(*attempts: AttemptFacts, resumed: Sequence[JobRecord] = ()) -> RunFacts:
+    """A run whose job trains another one, too, and waits in the queue again."""
+    row = QueueRow(job=slurm_job("9"), state="PENDING", reason="BeginTime")
+    ended = AccountRow(job=slurm_job("10"), state="FAILED", nodes="n1", exit_code="3:0")
+    return RunFacts(run=RUN, jobs=[job("9", packed_with=2), *resumed], attempts=attempts,
+                    answer=SchedulerAnswer(queue=[row], accounts=[ended] if resumed else []))  # fmt: skip
 
 
 def cancelled_as_it_was_put_back(ending: str | None = None) -> RunFacts:
@@ -185,6 +195,16 @@ CASES: dict[str, tuple[RunFacts, str, str]] = {
         replace(packed("terminated"), cancels=[CancelRecord(run_id="r", time=minute(20))]),
         "cancelled", "by SIGTERM, saved"),
     "one of a pack, which failed": (packed("failed", message="no such data"), "failed", "no such data"),
+    **{f"one of a pack that ended by {ending}, where its job waits for the others": (
+        waits_for_others(attempt(1, "9", ending, message="no such data")), state, "no such data")
+       for ending, state in (("failed", "failed"), ("gpu_oom", "CUDA out-of-memory"))},
+    **{f"one of a pack that ended by {ending}, where its job waits to go on": (
+        waits_for_others(attempt(1, "9", ending)), "queued", "before that: ")
+       for ending in ("time_limit", "killed", "terminated")},
+    "one of a pack that failed again in a job of its own, where the first job waits for the others": (
+        waits_for_others(attempt(1, "9", "failed", message="no such data"),
+                         attempt(2, "10", "failed", message="no such file"), resumed=[job("10", 15)]),
+        "failed", "no such file"),
     **{f"one of a pack that failed before its job was {state.lower()}": (
         packed_until(state, "failed", message="no such data"), "failed", "no such data")
        for state in ("CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY")},
@@ -218,6 +238,12 @@ def test_the_state_is(name: str) -> None:
     assert found.state == state
     assert part in found.sentence
     assert found.certain
+
+
+def test_a_job_that_waits_for_the_others_of_a_pack_is_no_job_of_the_run_that_failed() -> None:
+    """`cancel` would call the run cancelled, and `resume` would refuse to start it."""
+    assert live_row(waits_for_others(attempt(1, "9", "failed"))) is None
+    assert live_row(waits_for_others(attempt(1, "9", "time_limit"))) is not None
 
 
 @pytest.mark.parametrize(

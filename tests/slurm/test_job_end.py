@@ -291,6 +291,20 @@ def test_runs_that_share_a_job_end_each_by_itself_and_the_job_goes_back_once(
     assert _is_over(RunFolder(others[0]))
 
 
+@pytest.mark.parametrize("ending", ["", "failed", "time_limit", "terminated"])
+def test_a_failed_run_of_a_pack_that_was_resumed_in_another_job_is_not_trained_by_the_first_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    job = EndedJob(tmp_path, monkeypatch)
+    end(job.path, "failed")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert _is_over(RunFolder(job.path))
+    resumed = Attempts(job.path, SlurmContext(job=slurm_job("8"))).current
+    if ending:
+        end(job.path, ending, resumed)
+    assert _is_over(RunFolder(job.path))
+
+
 def test_each_process_of_a_shared_job_trains_its_run_and_knows_its_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,9 @@ ENDING_BY_STATUS: Final = {TERMINATED: "terminated", 128 + signal.SIGINT: "inter
 
 RESTARTED: Final = ("time_limit", "killed", "in_use")
 """Endings after which can-train requeues a job."""
+REPEATED: Final = (*RESTARTED, "terminated")
+"""Endings after which a job that is back from the queue trains its run again. Of such a job, SIGTERM was no wish of a
+person: SLURM preempted it."""
 
 CHECKPOINTS: Final = "checkpoints"
 """Folder of a run."""

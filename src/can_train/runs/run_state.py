@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from can_train.errors import without_positions
 from can_train.reporter import COLUMNS
 from can_train.runs import scheduler
-from can_train.runs.attempts import RESTARTED
+from can_train.runs.attempts import REPEATED
 from can_train.runs.scheduler import AccountRow, SchedulerAnswer
 
 if TYPE_CHECKING:
@@ -425,9 +425,18 @@ def slurm_jobs(facts: RunFacts) -> list[JobId]:
 
 
 def live_row(facts: RunFacts) -> scheduler.QueueRow | None:
-    """Returns the row of the newest job of a run that waits or runs; None if there is none."""
+    """Returns the row of the newest job of a run that waits or runs; None if there is none. A job that waits or runs
+    only for the other runs of its pack does not count.
+    """
     rows = {row.job: row for row in facts.answer.queue if row.state in scheduler.WAITING | scheduler.ACTIVE}
-    return next((rows[job] for job in reversed(slurm_jobs(facts)) if job in rows), None)
+    return next((rows[job] for job in reversed(slurm_jobs(facts)) if job in rows and not _has_left(job, facts)), None)
+
+
+def _has_left(job: JobId, facts: RunFacts) -> bool:
+    """Returns whether a run has ended in a job of several runs (`--pack`), which will not train it again."""
+    is_shared = any(record.slurm_job == job and record.packed_with > 1 for record in facts.jobs)
+    ends = [attempt.end for attempt in facts.attempts if attempt.start.slurm_job == job]
+    return is_shared and bool(ends) and ends[-1] is not None and ends[-1].ending not in REPEATED
 
 
 def _state_in_queue(row: scheduler.QueueRow, facts: RunFacts) -> RunState:
@@ -447,8 +456,8 @@ def _state_in_queue(row: scheduler.QueueRow, facts: RunFacts) -> RunState:
     if last is not None and last.end is not None:
         # After SIGTERM, the job may be on its way back into the queue: SLURM preempts it.
         is_asked_to_leave = _may_be_put_back(last) and not _was_cancelled(last, facts)
-        if _is_shared(facts) and last.end.ending not in RESTARTED and not is_asked_to_leave:
-            # Its job trains other runs.
+        if _is_shared(facts) and last.end.ending == "terminated" and not is_asked_to_leave:
+            # Its job may still train other runs.
             return _recorded(last.end)
         # The job is about to leave the queue or to be requeued, or its next attempt is about to begin.
         ended = _BY_ENDING["terminated"][1] if is_asked_to_leave else _in_words(_recorded(last.end))

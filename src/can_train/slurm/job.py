@@ -126,9 +126,7 @@ def _is_over(folder: RunFolder) -> bool:
     if not (starts := folder.attempts.starts()):
         return False
     end = folder.attempts.end(starts[-1].attempt)
-    # Of a job that is here again, SIGTERM was no wish of a person: SLURM preempted it.
-    returns = (*attempts.RESTARTED, "terminated")
-    return folder.attempts.is_superseded() or (end is not None and end.ending not in returns)
+    return folder.attempts.is_superseded() or (end is not None and end.ending not in attempts.REPEATED)
 
 
 def _return_to_queue(folder: RunFolder, stops: StopRequests) -> None:
