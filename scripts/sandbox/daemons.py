@@ -40,7 +40,7 @@ def start(cluster: Cluster) -> None:
     Raises:
         SandboxError: A daemon failed. The message names its log.
     """
-    machine.require_packages()
+    machine.require_packages(cluster)
     _own_folder(cluster)
     with machine.alone(cluster.folder / "lock"):
         if _write_files(cluster) and running(cluster):

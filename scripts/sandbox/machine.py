@@ -86,15 +86,24 @@ def search_path() -> str:
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
-def require_packages() -> None:
-    """Checks that the daemons are installed and can be started.
+def own_daemons(cluster: Cluster) -> list[str]:
+    """Lists the daemons that a sandbox starts itself: accounting needs two more, and a sandbox that shares the
+    accounting of another one shares its munge, too.
+    """
+    shared = ["munged"] if cluster.accounts is None else []
+    accounting = ["slurmdbd", "mariadbd"] if cluster.has_accounting and cluster.accounts is None else []
+    return ["slurmctld", "slurmd", *shared, *accounting]
+
+
+def require_packages(cluster: Cluster) -> None:
+    """Checks that the daemons of a sandbox are installed and can be started.
 
     Raises:
         SandboxError: One is missing, or the process is not root's.
     """
     if os.geteuid() != 0:
         raise SandboxError("only root can start a SLURM that runs jobs")
-    missing = [name for name in ("slurmctld", "slurmdbd", "munged", "mariadbd") if not _found(name)]
+    missing = [name for name in own_daemons(cluster) if not _found(name)]
     if missing:
         raise SandboxError(f"not installed: {', '.join(missing)}; run scripts/slurm-sandbox install")
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox.cluster import FOLDER_VARIABLE, PORT_VARIABLE, PORTS, Cluster, SandboxError
+from sandbox.cluster import ACCOUNTING_VARIABLE, FOLDER_VARIABLE, PORT_VARIABLE, PORTS, Cluster, SandboxError
 from sandbox.daemons import check_folder, running
 from sandbox.files import gres_conf, slurm_conf, slurmdbd_conf
-from sandbox.machine import hosts_with, hosts_without
+from sandbox.machine import hosts_with, hosts_without, require_packages
 
 
 def cluster(folder: str = "/somewhere", port: int = 27000) -> Cluster:
@@ -59,6 +59,19 @@ def test_all_that_a_sandbox_writes_lies_in_its_folder() -> None:
 def test_without_cgroups_memory_is_looked_at() -> None:
     assert "OverMemoryKill" in slurm_conf(cluster(), host="h", cgroups=False)
     assert "OverMemoryKill" not in slurm_conf(cluster(), host="h", cgroups=True)
+
+
+@pytest.mark.parametrize(
+    ("accounting", "missing"), [("", "slurmctld, slurmd, munged, slurmdbd, mariadbd"),
+                                ("off", "slurmctld, slurmd, munged"), ("/other:27100", "slurmctld, slurmd")]
+)  # fmt: skip
+def test_a_sandbox_needs_only_the_daemons_that_it_starts(
+    monkeypatch: pytest.MonkeyPatch, accounting: str, missing: str
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr("sandbox.machine.search_path", lambda: "/nowhere")
+    with pytest.raises(SandboxError, match=rf"^not installed: {missing}; run"):
+        require_packages(Cluster.named_by({ACCOUNTING_VARIABLE: accounting}))
 
 
 OTHERS = ["127.0.0.1 localhost", "# a remark", "", "10.0.0.1 n27000-11", "127.0.0.1 n27000-1x"]
