@@ -678,6 +678,33 @@ def test_the_trials_of_a_search_get_one_place(slurm: Path, capsys: pytest.Captur
     assert [job.resources["partition"] for job in jobs] == ["scavenge"] * 2
 
 
+@pytest.mark.parametrize(
+    ("words", "variable", "remedy"),
+    [
+        ("Invalid feature specification", "", "Change --constraint nope, or leave it out"),
+        ("Invalid feature specification", "other",
+         "Change --constraint other, or leave it out. SBATCH_CONSTRAINT=other names it"),
+        ("Requested node configuration is not available", "", "Compare the request with the partitions: sinfo -o"),
+    ],
+)  # fmt: skip
+def test_partition_auto_tells_which_request_every_partition_refuses(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str, variable: str,
+    remedy: str,
+) -> None:  # fmt: skip
+    sbatch = slurm / "bin" / "sbatch"
+    refused = f"echo 'allocation failure: {words}' >&2; exit 1"
+    sbatch.write_text(sbatch.read_text().replace("esac;", f"esac; case $* in --test-only*) {refused};; esac;", 1))
+    flags = () if variable else ("--constraint", "nope")
+    if variable:
+        monkeypatch.setenv("SBATCH_CONSTRAINT", variable)
+    assert main((*TRAIN, "--submit", "--device", "cpu", "--partition", "auto", "--yes", *flags)) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"No partition takes the run: main, scavenge: {words}; short: The job may be warned of its end" in told
+    assert f"main, scavenge: {remedy}" in told
+    assert "; short: A job starts within 30 s" in told
+    assert "shrink the model" not in told
+
+
 def test_a_trial_names_its_job_when_its_values_are_chosen(
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

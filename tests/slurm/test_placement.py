@@ -142,11 +142,22 @@ def test_no_usable_place_is_an_error_with_each_reason_once() -> None:
     refused = [usable(name, refusal="Its time limit is 2 minutes") for name in ("a", "b")]
     with pytest.raises(ConfigError, match="No partition takes the run") as caught:
         reason(best_first([*refused, usable("c", does_not_fit="The training does not fit t4-16gb")]))
-    assert caught.value.value == "The training does not fit t4-16gb; Its time limit is 2 minutes"
-    assert caught.value.remedy.startswith("Ask for less time")
+    assert caught.value.value == (
+        "c with t4: The training does not fit t4-16gb; a with t4, b with t4: Its time limit is 2 minutes"
+    )
+    assert caught.value.remedy.startswith("Compare the request with the partitions: sinfo")
     short = [usable(name, refusal="Its time limit is 1 minute", remedy="Give --time 4 or more") for name in ("a", "b")]
     with pytest.raises(ConfigError) as caught:
         reason(short)
     assert caught.value.remedy == "Give --time 4 or more"
+    feature = [usable(name, refusal="Invalid feature", remedy="Leave out --constraint") for name in ("c", "d", "e")]
+    with pytest.raises(ConfigError) as caught:
+        reason([*feature, *short])
+    assert caught.value.value == (
+        "c with t4, d with t4 and 1 more: Invalid feature; a with t4, b with t4: Its time limit is 1 minute"
+    )
+    assert caught.value.remedy == (
+        "c with t4, d with t4 and 1 more: Leave out --constraint; a with t4, b with t4: Give --time 4 or more"
+    )
     with pytest.raises(ConfigError, match="No partition of the cluster is up"):
         reason([])

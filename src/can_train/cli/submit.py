@@ -68,6 +68,7 @@ from can_train.slurm.submission_plan import (
     expectation,
     job_device,
     plan_submission,
+    remedy_of_refusal,
 )
 from can_train.slurm.submit import (
     in_packs,
@@ -473,7 +474,8 @@ def _tested(run: ResolvedRun, places: Sequence[Place], partitions: Sequence[Part
             continue
         answer = expected_start(job.script or "")
         cards = place.cards or tuple(job.device.cards)
-        tested.append(replace(place, cards=cards, start=answer.time, refusal=answer.refusal))
+        remedy = remedy_of_refusal(answer.refusal, place.cluster)
+        tested.append(replace(place, cards=cards, start=answer.time, refusal=answer.refusal, remedy=remedy))
     return tested
 
 
@@ -494,8 +496,8 @@ def _planned(runs: Sequence[ResolvedRun], places: Sequence[Place], reporter: Rep
 def _with_plan(place: Place, cards: "Sequence[CardFigures]", ranks: int, speeds: Sequence[Speed]) -> Place:
     if place.refusal or not cards:
         return place
-    if misfits := [card.name for card in cards if not card.fits]:
-        return replace(place, does_not_fit=f"The training does not fit {misfits[0]}")
+    if misfits := [card for card in cards if not card.fits]:
+        return replace(place, does_not_fit=f"The training does not fit {misfits[0].name}", remedy=misfits[0].remedy)
     fullest = max(cards, key=lambda card: card.peak_share)
     time = epoch_time(place.cards, ranks, cards[0].samples, speeds)
     return replace(place, plan=(fullest.rung, fullest.micro_batches, f"{fullest.peak_share:.1%}"), epoch=time,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _MAX_RUNS_READ: Final = 20  # finished runs whose figures are read: their folders may lie on a slow file system
 _MOST_REASONS: Final = 3  # that an error lists
+_MOST_NAMES: Final = 2  # places that an error names beside a reason
 _NOW_S: Final = 120.0  # a start within so many seconds is shown as "now": SLURM schedules once or twice a minute
 
 
@@ -48,7 +49,7 @@ class Place:
         gpu: Kind of the GPUs by the cluster's name; empty: no GPU, or GPUs without a name.
         cards: Keys in the catalogue of the GPUs that the job may get.
         refusal: Reason why the job cannot be sent there; empty: it can.
-        remedy: What would let it be sent there; empty: it can, or SLURM refuses it.
+        remedy: What would let it be sent there, or make it fit; empty: it can, and fits.
         does_not_fit: Reason why no plan fits there; empty: a plan fits, or no plan was made.
         plan: Rung, micro-batches and peak as in a dry run's table; empty: no plan was made.
         start: Time when SLURM expects the job to start; None: SLURM does not tell.
@@ -236,6 +237,11 @@ def _time_on(key: str, ranks: int, samples: int, speeds: Sequence[Speed]) -> Epo
 
 # The best place
 
+SHOW_PARTITIONS: Final = "Compare the request with the partitions: sinfo -o '%P %a %T %l %c %m %G %f'"
+"""Remedy for a refusal whose words do not tell which request is refused. The columns: partition, whether it is up,
+state of its nodes, time limit, processors, memory in MiB, GPUs and features.
+"""
+
 
 def best_first(places: Sequence[Place]) -> list[Place]:
     """Sorts places: first the usable ones by their predicted ends, then places where nothing fits, then refused ones.
@@ -289,15 +295,31 @@ def _no_place(places: Sequence[Place]) -> ConfigError:
     if not places:
         return ConfigError("No partition of the cluster is up, or none has GPUs of the kind that the run asks for",
                            remedy="Name a partition: --partition NAME; sinfo lists them")  # fmt: skip
-    reasons = dict.fromkeys(place.refusal or place.does_not_fit for place in places)
-    more = f"; and {len(reasons) - _MOST_REASONS} more reasons" if len(reasons) > _MOST_REASONS else ""
-    remedies = {place.remedy for place in places}
-    remedy = remedies.pop() if len(remedies) == 1 else ""
-    return ConfigError(
-        "No partition takes the run",
-        value="; ".join([*reasons][:_MOST_REASONS]) + more,
-        remedy=remedy or "Ask for less time, less memory or fewer GPUs, or shrink the model",
-    )
+    by_reason = _names_by([(place.refusal or place.does_not_fit, place) for place in places])
+    by_remedy = _names_by([(place.remedy or SHOW_PARTITIONS, place) for place in places])
+    return ConfigError("No partition takes the run", value=_with_names(by_reason), remedy=_with_names(by_remedy))
+
+
+def _names_by(places: Sequence[tuple[str, Place]]) -> dict[str, list[str]]:
+    """Groups the names of places by their texts."""
+    names: dict[str, list[str]] = {}
+    for text, place in places:
+        names.setdefault(text, []).append(place.name)
+    return names
+
+
+def _with_names(names: Mapping[str, Sequence[str]]) -> str:
+    """Lists texts, each after the names of its places; a text that holds for all places needs no names."""
+    if len(names) == 1:
+        return next(iter(names))
+    listed = [f"{_shortened(of_text)}: {text}" for text, of_text in names.items()][:_MOST_REASONS]
+    more = [f"and {len(names) - len(listed)} more"] if len(names) > len(listed) else []
+    return "; ".join([*listed, *more])
+
+
+def _shortened(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names) if more <= 0 else f"{', '.join(names[:_MOST_NAMES])} and {more} more"
 
 
 COLUMNS: Final = ("partition", "GPU", "rung", "micro-batches", "peak", "epoch", "starts", "ends")

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from can_train.slurm import client
 from can_train.slurm.client import Partition, node_names
 from can_train.slurm.container import APPTAINER, PYXIS, check_image
 from can_train.slurm.limits import check_array, check_number_of_jobs, job_limits, outranks_partition, with_allowed
-from can_train.slurm.placement import alike_in_memory, finished_folders
+from can_train.slurm.placement import SHOW_PARTITIONS, alike_in_memory, finished_folders
 from can_train.slurm.script import (
     check_folder,
     resources,
@@ -86,6 +86,28 @@ def _source(setting: str, value: str) -> str:
     if os.environ.get(variable) == value:
         return f". {variable}={value} names it"
     return f". Your settings file {file.path} names it" if file.values.get(setting) == value else ""
+
+
+_REFUSED_REQUESTS: Final[Mapping[str, str]] = {
+    "Invalid feature specification": "constraint",
+    "Invalid generic resource (gres) specification": "gres",
+    "Invalid account or account/partition combination": "account",
+    "Invalid qos specification": "qos",
+    "Access denied to requested reservation": "reservation",
+    "Requested reservation is invalid": "reservation",
+    "Requested time limit is invalid": "time",
+}
+"""Settings of `cluster` by the words with which sbatch refuses them (slurm_errno.c). Of other words, as "Requested node
+configuration is not available", several settings may be the cause."""
+
+
+def remedy_of_refusal(refusal: str, cluster: ClusterSettings) -> str:
+    """Returns what to do about the words with which sbatch refuses a request; empty: it does not refuse."""
+    asked = with_sbatch_variables(cluster, os.environ)[0]
+    setting = next((name for words, name in _REFUSED_REQUESTS.items() if words in refusal), "")
+    if setting and (value := str(getattr(asked, setting))):
+        return f"Change --{setting} {value}, or leave it out{_source(setting, value)}"
+    return SHOW_PARTITIONS if refusal else ""
 
 
 def check_job(cluster: ClusterSettings, partitions: Sequence[Partition]) -> None:
