@@ -50,6 +50,28 @@ def test_apptainer_gets_the_folders_of_the_run_and_python_the_code_of_the_snapsh
     assert last == f"{code}/src:/of/the/image {work} -u -m submitit.core._submit {runs}"
 
 
+@pytest.mark.parametrize(
+    "mount", ["/scratch:/scratch", "/scratch", "/:/node", "/data/my set:/d:ro", "tmpfs:/tmp", "/a:/b:ro+rprivate"]
+)
+def test_a_mount_is_an_absolute_path_in_the_node_and_in_the_container(mount: str) -> None:
+    assert ClusterSettings(container_mounts=[mount]).container_mounts == [mount]
+
+
+@pytest.mark.parametrize(
+    "mounts", ["/a:/b", ["scratch"], ["/a:b"], ["a:/b"], ["/a:"], [":/b"], [""], ["/"], ["/a:/"], ["/a:/b:"],
+               ["/a:/b,/c:/d"], ["$SCRATCH:/b"], ["~/x:/b"], [3], ["/a:/b", "c"]]
+)  # fmt: skip
+def test_any_other_mount_is_refused(mounts: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^cluster\.container_mounts must") as refused:
+        ClusterSettings(container_mounts=mounts)
+    assert "[/on/the/node:/in/the/container" in refused.value.remedy
+
+
+def test_apptainer_has_no_mounts_that_only_pyxis_knows() -> None:
+    with pytest.raises(ConfigError, match="one mount an item: 'tmpfs:/tmp'"):
+        ClusterSettings(container_mounts=["tmpfs:/tmp"], container_runtime="apptainer")
+
+
 def test_a_job_without_gpus_asks_apptainer_for_none(tmp_path: Path) -> None:
     assert "nv" not in job(tmp_path, gpus="0")
 

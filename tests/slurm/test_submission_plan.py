@@ -191,6 +191,17 @@ def test_ranks_without_gpus_share_the_processors_and_the_memory_of_a_node(tmp_pa
     assert error.value.remedy.startswith("Give --ranks less")
 
 
+def test_mounts_of_a_preset_have_no_effect_on_a_job_without_a_container(tmp_path: Path) -> None:
+    asked, notice = run(tmp_path), "cluster.container_mounts has no effect without --container"
+    for settings, notices in (
+        ({"container_mounts": ["/a:/b"]}, [f"{notice}: the job runs in no container"]),
+        ({"container_mounts": ["/a:/b"], "container": "docker://image"}, []),
+        ({}, []),
+    ):
+        of_preset = replace(asked, cluster=replace(asked.cluster, **settings))
+        assert plan_submission([of_preset], "code", [MAIN]).notices == notices
+
+
 def test_a_job_whose_nodes_may_have_different_gpus_is_told_so(tmp_path: Path) -> None:
     mixed = replace(MIXED, name="b", nodes=MIXED.nodes[1:3])
     _, notices = requested(tmp_path, mixed, partition="b", nodes=2)

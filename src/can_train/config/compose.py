@@ -496,6 +496,10 @@ def _make_changed(config: DictConfig, overrides: Sequence[Override], classes: Ma
         have = "has" if len(requests) == 1 else "have"
         raise ConfigError(f"{' and '.join(requests)} {have} no effect with --cluster {run.cluster.executor}",
                           remedy="Leave it out, or train with --submit --cluster slurm")  # fmt: skip
+    mounts = next((override for override in overrides if override.key == "cluster.container_mounts"), None)
+    if mounts is not None and run.cluster.container_mounts and not run.cluster.container:
+        raise ConfigError(f"{mounts.spelling} has no effect without --container",
+                          remedy="Give --container IMAGE, or leave it out")  # fmt: skip
     for name, value in {**vars(run), **vars(run.paths), **vars(run.dataset)}.items():
         # Surrogates stand for bytes of a file's name; the files of a run are UTF-8.
         if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):

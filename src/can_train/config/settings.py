@@ -130,6 +130,23 @@ def _check_notify(command: Sequence[str]) -> None:
         before = argument
 
 
+_MOUNT: Final = re.compile(r"/[^:,]*:/[^:,]+(?::.+)?|/[^:,]+")
+"""A folder of the node, its place in the container, and options of the mount. A single path is the same in both, for
+Apptainer and for Pyxis (man apptainer-exec, --bind; args.c of Pyxis).
+"""
+_MOUNT_OF_PYXIS: Final = re.compile(r"(?:tmpfs|umount):/[^:,]+(?::.+)?")
+"""A file system in memory, or a mount that is taken away, which only Pyxis has."""
+
+
+def _check_mounts(mounts: Sequence[str], runtime: str) -> None:
+    """Raises ConfigError if a mount of a container has another form than its program reads."""
+    for mount in map(str, mounts):
+        if not _MOUNT.fullmatch(mount) and (runtime == "apptainer" or not _MOUNT_OF_PYXIS.fullmatch(mount)):
+            raise ConfigError("cluster.container_mounts must list absolute paths, one mount an item", value=repr(mount),
+                              remedy="Write it as cluster.container_mounts=[/on/the/node:/in/the/container,"
+                                     "/data:/data:ro]")  # fmt: skip
+
+
 AUTO_PACK: Final = "auto"
 """The value of `cluster.pack` that lets can-train choose how many runs share a GPU."""
 MOST_PACKED: Final = 32  # runs on a GPU; each also takes processors and memory of the host
@@ -210,7 +227,8 @@ class ClusterSettings:
     container_runtime: str = "auto"
     """Program that runs the image: pyxis, apptainer, or auto: Pyxis where srun has it, else Apptainer."""
     container_mounts: Sequence[str] = ()
-    """Further folders in the container, as /on/the/node:/in/the/container. Code, runs, state and data are there."""
+    """Further folders in the container, as /on/the/node:/in/the/container[:options], or one path for both. Code, runs,
+    state and data are there."""
     signal_delay_s: int = 120
     """Seconds from the warning of a job to its time limit; it then saves and goes back into the queue."""
     max_restarts: int = 100
@@ -234,6 +252,7 @@ class ClusterSettings:
         check_choice("cluster.notify_on", self.notify_on, ("end", "failure"))
         _check_notify(self.notify)
         check_choice("cluster.container_runtime", self.container_runtime, ("auto", "pyxis", "apptainer"))
+        _check_mounts(self.container_mounts, self.container_runtime)
         check_range("cluster.nodes", self.nodes, low=1)
         for name in (
             "ranks",

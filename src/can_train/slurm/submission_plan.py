@@ -423,7 +423,8 @@ def complete(
             f"The last run of this configuration kept tensors on the host: the job asks for --mem {cluster.mem}"
         )
     cluster = _contained(cluster)
-    notices += [*cuts, check_device(run.device, cluster), waiting_notice(places), _kinds_notice(cluster, places)]
+    notices += [*cuts, check_device(run.device, cluster), waiting_notice(places), _kinds_notice(cluster, places),
+                _mounts_notice(cluster)]  # fmt: skip
     return replace(run, cluster=cluster), [notice for notice in notices if notice]
 
 
@@ -507,6 +508,13 @@ def _contained(cluster: ClusterSettings) -> ClusterSettings:
                           remedy="Give --set cluster.container_runtime=apptainer")  # fmt: skip
     chosen = (PYXIS if has_pyxis else APPTAINER) if runtime == "auto" else runtime
     return replace(cluster, container=check_image(cluster.container), container_runtime=chosen)
+
+
+def _mounts_notice(cluster: ClusterSettings) -> str:
+    """Returns a sentence if a preset mounts folders in a container that the job does not have, else an empty string."""
+    if cluster.container or not cluster.container_mounts:
+        return ""
+    return "cluster.container_mounts has no effect without --container: the job runs in no container"
 
 
 def check_options(cluster: ClusterSettings) -> None:
