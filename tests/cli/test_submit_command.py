@@ -679,6 +679,34 @@ def test_the_trials_of_a_search_get_one_place(slurm: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
+    ("words", "seeds", "named"),
+    [
+        (("--set", "training.seed=1,1,2"), [1, 2], "training.seed=1"),
+        (("--set", "training.seed=1,1"), [1], "training.seed=1"),
+        (("--model", "gat,gat", "--set", "training.seed=1,2"), [1, 2],
+         "--model gat training.seed=1; --model gat training.seed=2"),
+        (("--set", "training.seed=3,2,1,0,3,2,1,0"), [3, 2, 1, 0],
+         "training.seed=3; training.seed=2; training.seed=1; and 1 more"),
+        (("--set", "training.seed=1,2"), [1, 2], ""),
+    ],
+)  # fmt: skip
+def test_a_value_that_is_given_twice_is_trained_once_and_named(
+    slurm: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], seeds: list[int], named: str
+) -> None:
+    notice = f"note: Given more than once, trained once: {named}" if named else ""
+    assert main((*TRAIN, "--submit", *words)) == 0
+    assert " ".join(capsys.readouterr().err.split()) == notice
+    runs = Registry(slurm / "state").runs()
+    assert [RunFolder(Path(run.path)).config()["training"]["seed"] for run in runs] == seeds
+    # The same of the file of a run, where another setting makes the runs new ones.
+    file = ("--config", str(Path(runs[0].path) / "config.yaml"), "--submit", "--set", "training.lr=0.5")
+    assert main((*file, *words[-2:])) == 0
+    if named and "--model" not in named:
+        assert notice in " ".join(capsys.readouterr().err.split())
+    assert len(Registry(slurm / "state").runs()) == 2 * len(seeds)
+
+
+@pytest.mark.parametrize(
     ("words", "variable", "remedy"),
     [
         ("Invalid feature specification", "", "Change --constraint nope, or leave it out"),

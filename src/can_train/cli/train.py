@@ -31,6 +31,7 @@ from can_train.cli.train_options import (
     make_request,
     resolve_runs,
     split_names,
+    without_repeats,
 )
 from can_train.config.resolved import user_file
 from can_train.config.settings import split_list
@@ -148,8 +149,9 @@ def resolve_file(file: RunFile, flags: Flags, after: Sequence[str]) -> "list[Res
         chosen.setdefault("cluster", request.cluster)
     if base.paths.code_dir and not flags["quiet"]:
         output.print_note(f"{file.name} names code, which runs: {base.task} in {base.paths.code_dir}")
-    return [_with_prerequisites(with_absolute_paths(resolve_again(base.config, each, chosen)), flags, after)
-            for each in expand([replace(request, user_file=None)])]  # fmt: skip
+    requests = expand([replace(request, user_file=None)])
+    runs = [with_absolute_paths(resolve_again(base.config, each, chosen)) for each in requests]
+    return [_with_prerequisites(run, flags, after) for run in without_repeats(runs, requests, flags)[0]]
 
 
 def _chosen(flags: Flags) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 Flags = dict[str, Any]
 """The value of each parameter by name; None if the flag was not given."""
 
+_MOST_REPEATED: Final = 3  # runs that a notice names
 _ONLY_WITH_SUBMIT: Final = ("cluster", *resolved.CLUSTER_FLAGS, "after", "force")
 
 Option = tuple[Any, Any, str]
@@ -346,7 +348,7 @@ def resolve_runs(flags: Flags, after: Sequence[str]) -> list["ResolvedRun"]:
                                for name in ("model", "dataset", "mode"))  # fmt: skip
     requests = expand([make_request(flags, model=model, dataset=dataset, mode=mode, size=flags["size"])
                        for model, dataset, mode in product(models, datasets, modes)])  # fmt: skip
-    runs = [with_absolute_paths(resolve(request)) for request in requests]
+    runs, requests = without_repeats([with_absolute_paths(resolve(request)) for request in requests], requests, flags)
     if len(folders := {run.paths.code_dir for run in runs} - {""}) > 1:
         raise ConfigError("The runs of a sweep have their code from one folder", value=", ".join(sorted(folders)),
                           remedy="Start a command for each")  # fmt: skip
@@ -358,3 +360,33 @@ def resolve_runs(flags: Flags, after: Sequence[str]) -> list["ResolvedRun"]:
     for notice in () if flags.get("quiet") else dict.fromkeys(notice for _, notices in complete for notice in notices):
         print_note(notice)
     return [run for run, _ in complete]
+
+
+def without_repeats(
+    runs: Sequence["ResolvedRun"], requests: Sequence["RunRequest"], flags: Flags
+) -> tuple[list["ResolvedRun"], list["RunRequest"]]:
+    """Leaves out runs of a line that have the settings of an earlier one, with a notice that names their values.
+
+    Args:
+        runs: The runs of the line.
+        requests: The request of each run.
+        flags: The flags of the line.
+    """
+    # Settings and not their texts: 0.1 and 1e-1 are one rate.
+    first: dict[str, tuple[ResolvedRun, RunRequest]] = {}
+    repeated = []
+    for run, request in zip(runs, requests, strict=True):
+        if first.setdefault(json.dumps(run.config, sort_keys=True, default=str), (run, request))[1] is not request:
+            repeated.append(_listed_values(request, flags))
+    if repeated and not flags.get("quiet"):
+        names = [*dict.fromkeys(repeated)]
+        more = f"; and {len(names) - _MOST_REPEATED} more" if len(names) > _MOST_REPEATED else ""
+        print_note(f"Given more than once, trained once: {'; '.join(names[:_MOST_REPEATED])}{more}")
+    return [run for run, _ in first.values()], [request for _, request in first.values()]
+
+
+def _listed_values(request: "RunRequest", flags: Flags) -> str:
+    """Writes the values of a run among those that a line lists."""
+    presets = {name: getattr(request, name) for name in ("model", "dataset", "mode")}
+    chosen = [f"--{name} {preset}" for name, preset in presets.items() if preset and preset != flags.get(name)]
+    return " ".join([*chosen, *(text for text in request.sets if text not in (flags["set_"] or ()))])
