@@ -553,10 +553,21 @@ def test_copies_are_freed_with_the_state_and_where_memory_runs_out() -> None:
     assert alive() is None
 
 
-def test_objects_of_another_thread_are_left_alone() -> None:
-    guarded, ahead, counts, ends = Guarded(), [0], Counts(), threading.Event()
-    thread = threading.Thread(target=ends.wait)
+def waiting(*held: object) -> tuple[threading.Thread, threading.Event]:
+    """Starts a thread that waits until the event is set, and holds objects meanwhile."""
+    ends = threading.Event()
+
+    def wait(*_: object) -> None:
+        ends.wait()
+
+    thread = threading.Thread(target=wait, args=held, daemon=True)
     thread.start()
+    return thread, ends
+
+
+def test_objects_that_another_thread_holds_are_left_alone() -> None:
+    guarded, ahead, counts = Guarded(), [0], Counts()
+    thread, ends = waiting([guarded], {"ahead": ahead})
     held = HeldState([lambda: (guarded, ahead, counts)], nn.Linear(1, 1), CPU)
     assert not held.is_whole
     guarded.add()
@@ -566,6 +577,19 @@ def test_objects_of_another_thread_are_left_alone() -> None:
     ends.set()
     thread.join()
     assert (guarded.count, guarded.seen, ahead, counts.count) == (1, [1], [0, 1], 0)
+
+
+def test_objects_are_put_back_while_threads_run_that_do_not_hold_them() -> None:
+    guarded, losses, other = Guarded(), [0.0], Guarded()
+    thread, ends = waiting(other)
+    held = HeldState([lambda: (guarded, losses)], nn.Linear(1, 1), CPU)
+    guarded.add()
+    losses.append(1.0)
+    held.restore()
+    assert held.is_whole
+    ends.set()
+    thread.join()
+    assert (guarded.count, guarded.seen, losses) == (0, [], [0.0])
 
 
 def test_the_thread_of_a_progress_bar_keeps_no_state_from_being_put_back() -> None:
