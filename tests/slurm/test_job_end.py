@@ -305,6 +305,16 @@ def test_a_failed_run_of_a_pack_that_was_resumed_in_another_job_is_not_trained_b
     assert _is_over(RunFolder(job.path))
 
 
+def test_a_run_that_was_resumed_while_its_job_trained_on_is_not_started_by_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = EndedJob(tmp_path, monkeypatch)
+    end(job.path, "time_limit")
+    job.runs.submit(job.path, "8", time=utc_now())
+    assert job.after(140) == ""
+    assert not (tmp_path / "calls").exists()
+
+
 def test_each_process_of_a_shared_job_trains_its_run_and_knows_its_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,6 +202,12 @@ def test_mounts_of_a_preset_have_no_effect_on_a_job_without_a_container(tmp_path
         assert plan_submission([of_preset], "code", [MAIN]).notices == notices
 
 
+@pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
+def test_a_cluster_whose_jobs_train_in_a_container_needs_an_image(tmp_path: Path, runtime: str) -> None:
+    with pytest.raises(ConfigError, match=rf"needs an image: cluster.container_runtime={runtime}, and no --container"):
+        requested(tmp_path, partition="main", container_runtime=runtime)
+
+
 def test_a_job_whose_nodes_may_have_different_gpus_is_told_so(tmp_path: Path) -> None:
     mixed = replace(MIXED, name="b", nodes=MIXED.nodes[1:3])
     _, notices = requested(tmp_path, mixed, partition="b", nodes=2)

@@ -498,8 +498,13 @@ def _contained(cluster: ClusterSettings) -> ClusterSettings:
     """Chooses the program that runs the container.
 
     Raises:
-        ConfigError: The image does not exist, or the cluster's srun has no Pyxis.
+        ConfigError: The image does not exist, or none is given although the cluster's preset names the program, or the
+            cluster's srun has no Pyxis.
     """
+    if not cluster.container and cluster.container_runtime != "auto":
+        raise ConfigError("A job in a container needs an image",
+                          value=f"cluster.container_runtime={cluster.container_runtime}, and no --container",
+                          remedy="Give --container my.sif, or --cluster slurm to train in no container")  # fmt: skip
     if not cluster.container:
         return cluster
     runtime, has_pyxis = cluster.container_runtime, client.has_pyxis()
