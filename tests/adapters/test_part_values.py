@@ -87,6 +87,21 @@ def test_a_value_that_no_arithmetic_makes_is_averaged_and_named_once(compute: An
     assert not kinds.newly_averaged()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("sizes", [(75, 125), (3, 5)])
+def test_means_that_were_rounded_are_means(dtype: torch.dtype, sizes: tuple[int, int]) -> None:
+    for seed in range(50):
+        torch.manual_seed(seed)
+        values = 2.3 + 0.1 * torch.rand(sum(sizes), dtype=torch.float64)
+        whole, *parts = (each.mean().to(dtype) for each in (values, *values.split(sizes)))
+        kinds = Kinds()
+        kinds.learn(PLACE, whole, parts, sizes)
+        kinds.judge()
+        Combination(sizes, sizes, kinds).combine(parts, PLACE)
+        assert not kinds.newly_averaged()
+        assert not kinds.newly_guessed()
+
+
 def test_a_value_of_unknown_kind_is_averaged_without_a_word() -> None:
     kinds = Kinds()
     assert combined(lambda values: float(values.mean()), kinds) == pytest.approx(float(VALUES.mean()))

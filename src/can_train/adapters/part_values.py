@@ -84,9 +84,10 @@ class _Seen:
         """Returns the kinds that make the whole of its parts, weighted as in the loss; empty: none does."""
         distances = self._distances(weights)
         size, best = _largest(self.whole, *self.parts), min(distances.values())
-        if best > _TOLERANCE * size:
+        round_off = _ROUND_OFFS * _last_place(self.whole)
+        if best > max(_TOLERANCE, round_off) * size:
             return ()
-        bound = max(_CLOSER * best, _ROUND_OFFS * _last_place(self.whole) * size)
+        bound = max(_CLOSER * best, round_off * size)
         return tuple(kind for kind, distance in distances.items() if distance <= bound)
 
     def is_nearer_to_total(self, weights: Sequence[float]) -> bool:
@@ -478,7 +479,8 @@ def _is_fraction(value: Any) -> bool:
 
 
 def _is_close(value: Any, whole: Any) -> bool:
-    return _largest(_as_numbers(value) - _as_numbers(whole)) <= _TOLERANCE * _largest(whole)
+    tolerance = max(_TOLERANCE, _ROUND_OFFS * _last_place(whole))
+    return _largest(_as_numbers(value) - _as_numbers(whole)) <= tolerance * _largest(whole)
 
 
 def _are_equal(values: Sequence[Any]) -> bool:
