@@ -592,6 +592,29 @@ def test_objects_are_put_back_while_threads_run_that_do_not_hold_them() -> None:
     assert (guarded.count, guarded.seen, losses) == (0, [], [0.0])
 
 
+def test_objects_of_cells_are_put_back_though_threads_of_a_notebook_reach_them() -> None:
+    losses, ends = [0.0], threading.Event()
+
+    class HistorySavingThread(threading.Thread):
+        __module__ = "IPython.core.history"
+
+        def __init__(self) -> None:
+            super().__init__(daemon=True)
+            self.user_ns = {"losses": losses}
+
+        def run(self) -> None:
+            ends.wait()
+
+    thread = HistorySavingThread()
+    thread.start()
+    held = HeldState([lambda: losses], nn.Linear(1, 1), CPU)
+    losses.append(1.0)
+    held.restore()
+    ends.set()
+    thread.join()
+    assert (losses, held.is_whole) == ([0.0], True)
+
+
 def test_the_thread_of_a_progress_bar_keeps_no_state_from_being_put_back() -> None:
     with pytest.importorskip("tqdm").tqdm(file=io.StringIO()) as bar:
         assert isinstance(bar.monitor, threading.Thread)

@@ -279,6 +279,8 @@ _CONTAINERS: Final = (OrderedDict, dict, list, set, deque)
 _ARRAYS: Final = (np.ndarray, bytearray, array)
 _OPEN: Final = (SimpleNamespace, Namespace, UserDict, UserList)  # Of Python's own, but with attributes of their user
 _OF_THREADS: Final = frozenset({"_thread", "threading", "_queue", "queue", "concurrent", "multiprocessing"})
+# Packages whose threads run none of the user's functions.
+_RUN_OWN_CODE: Final = frozenset({"torch", "can_train", "IPython", "ipykernel", "zmq", "tornado", "_pydevd_bundle"})
 _OF_HEAP: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: Python's own classes do not have it
 _DEEPEST_HELD: Final = 6  # Objects inside of each other that a function is looked through for
 _MOST_COPIED_BYTES: Final = 2**26  # Of small tensors that a function holds, all together
@@ -610,10 +612,11 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 def _may_change_objects(thread: threading.Thread) -> bool:
     """Tells whether a thread may run functions of the user: not the threads of PyTorch, whose backward passes run in
-    threads that Python has not started.
+    threads that Python has not started, and not the threads of a notebook, which reach all objects of its cells.
     """
-    function = getattr(thread, "_target", None)
-    return not isinstance(thread, threading._DummyThread) and _root_of(function) not in ("torch", "can_train")
+    # A class that is derived from Thread has no target, but a `run` of its own.
+    code = getattr(thread, "_target", None) or type(thread)
+    return not isinstance(thread, threading._DummyThread) and _root_of(code) not in _RUN_OWN_CODE
 
 
 def _held_by(threads: Iterable[threading.Thread]) -> dict[int, Any] | None:
