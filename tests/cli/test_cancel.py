@@ -42,6 +42,16 @@ def test_a_job_that_is_in_the_queue_is_cancelled(example: str) -> None:
     assert (asked.jobs, asked.processes) == ([slurm_job(JOBS[example])], [])
 
 
+@pytest.mark.parametrize("resumed", ["10", ""])
+def test_the_job_of_a_pack_is_left_to_its_other_runs_where_a_run_was_resumed_elsewhere(resumed: str) -> None:
+    rows = [QueueRow(job=slurm_job(each), state="RUNNING", nodes="n1") for each in filter(None, ("9", resumed))]
+    jobs = [job("9", packed_with=2), job(resumed) if resumed else job("7", executor="local")]
+    attempts = [attempt(1, "9", "failed"), attempt(2, resumed) if resumed else attempt(2)]
+    asked = Asked()
+    assert stop_here(RunFacts(run=RUN, jobs=jobs, attempts=attempts, answer=SchedulerAnswer(queue=rows)), asked)
+    assert (asked.jobs, asked.processes) == (([slurm_job(resumed)], []) if resumed else ([], [7]))
+
+
 def test_of_a_job_that_has_ended_nothing_is_cancelled() -> None:
     asked = Asked()
     assert not stop(of_job("ok"), asked.cancel, asked.terminate)

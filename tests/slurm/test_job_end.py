@@ -309,6 +309,7 @@ def test_a_run_that_was_resumed_while_its_job_trained_on_is_not_started_by_the_j
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = EndedJob(tmp_path, monkeypatch)
+    job.runs.submit(job.path, "7", packed_with=2)
     end(job.path, "time_limit")
     job.runs.submit(job.path, "8", time=utc_now())
     assert job.after(140) == ""

@@ -12,8 +12,8 @@ from can_train.errors import RunError
 from can_train.io.records import JobId, terminate, this_host, utc_now
 from can_train.runs.registry import CancelRecord
 from can_train.runs.run_folder import short_name
-from can_train.runs.run_state import RunFacts, live_row, silence_in_words, slurm_jobs, where_to_ask
-from can_train.runs.scheduler import ACTIVE, WAITING, QueueRow
+from can_train.runs.run_state import RunFacts, live_row, live_rows, silence_in_words, slurm_jobs, where_to_ask
+from can_train.runs.scheduler import ACTIVE, QueueRow
 from can_train.runs.status import RunStatus, run_statuses
 from can_train.slurm import client as slurm
 from can_train.slurm.client import cancel_jobs, logs_into
@@ -65,10 +65,10 @@ def _check_shared(live: Sequence[RunStatus], locator: RunLocator) -> None:
 
 def _stop_all(live: Sequence[RunStatus], locator: RunLocator) -> None:
     """Asks the jobs of runs to end in one command, and the processes one after another."""
-    jobs = [row.job for status in live for row in _live_rows(status.facts)]
+    jobs = [row.job for status in live for row in live_rows(status.facts)]
     _cancel(jobs, cancel_jobs)
     for status in live:
-        if not _live_rows(status.facts) and not stop(status.facts):
+        if not live_rows(status.facts) and not stop(status.facts):
             now = locator.status(status.known)
             if now.state.live:
                 raise RunError("No job and no process of the run was found", value=str(now.state),
@@ -102,10 +102,6 @@ def check_answer(status: RunStatus) -> None:
                    remedy=f"Give the same line {where}")  # fmt: skip
 
 
-def _live_rows(facts: RunFacts) -> list[QueueRow]:
-    return [row for row in facts.answer.queue if row.state in WAITING | ACTIVE]
-
-
 def check_own_jobs(facts: RunFacts, is_own: Callable[[JobId, Path], bool] = logs_into) -> None:
     """Checks that the jobs in SLURM with the numbers of a run's jobs are these jobs.
 
@@ -118,7 +114,7 @@ def check_own_jobs(facts: RunFacts, is_own: Callable[[JobId, Path], bool] = logs
         NoControllerError: SLURM does not answer.
     """
     logs = {record.slurm_job: Path(record.log_path) for record in facts.jobs}
-    for row in _live_rows(facts):
+    for row in live_rows(facts):
         log = logs.get(row.job)
         if is_own(row.job, log.parent) if log else _was_entered(row, facts):
             continue
@@ -156,7 +152,7 @@ def stop(
         RunError: It is on another machine, belongs to another user, or SLURM refuses.
     """
     # All of them: a run that was resubmitted may have an older job that is not quite over.
-    live = [row.job for row in _live_rows(facts)]
+    live = [row.job for row in live_rows(facts)]
     if live:
         _cancel(live, cancel_slurm_jobs)
         return True

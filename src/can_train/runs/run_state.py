@@ -428,8 +428,14 @@ def live_row(facts: RunFacts) -> scheduler.QueueRow | None:
     """Returns the row of the newest job of a run that waits or runs; None if there is none. A job that waits or runs
     only for the other runs of its pack does not count.
     """
-    rows = {row.job: row for row in facts.answer.queue if row.state in scheduler.WAITING | scheduler.ACTIVE}
-    return next((rows[job] for job in reversed(slurm_jobs(facts)) if job in rows and not _has_left(job, facts)), None)
+    rows = {row.job: row for row in live_rows(facts)}
+    return next((rows[job] for job in reversed(slurm_jobs(facts)) if job in rows), None)
+
+
+def live_rows(facts: RunFacts) -> list[scheduler.QueueRow]:
+    """Returns the rows of the jobs of a run that wait or run for it, and not only for other runs of a pack."""
+    live = scheduler.WAITING | scheduler.ACTIVE
+    return [row for row in facts.answer.queue if row.state in live and not _has_left(row.job, facts)]
 
 
 def _has_left(job: JobId, facts: RunFacts) -> bool:

@@ -585,7 +585,7 @@ def _after_run(
     if ended.end.ending == "finished" if ended.end else ended.folder.result_path.is_file():
         return notify(ended.folder, ended.settings, "finished", label=place_in_sweep(ended.run, ended.folder).label)
     # A person has resumed the run meanwhile, as they may while the job trains others.
-    if ended.registry.jobs(ended.run.run_id)[-1].slurm_job != ended.slurm_job:
+    if ended.job.packed_with > 1 and ended.registry.jobs(ended.run.run_id)[-1].slurm_job != ended.slurm_job:
         return ""
     # SLURM gave up the node, and started the job elsewhere: a requeue would stop the job there.
     if ended.attempts.is_superseded(since=ended.job.time):

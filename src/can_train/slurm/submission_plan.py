@@ -502,9 +502,9 @@ def _contained(cluster: ClusterSettings) -> ClusterSettings:
             cluster's srun has no Pyxis.
     """
     if not cluster.container and cluster.container_runtime != "auto":
-        raise ConfigError("A job in a container needs an image",
-                          value=f"cluster.container_runtime={cluster.container_runtime}, and no --container",
-                          remedy="Give --container my.sif, or --cluster slurm to train in no container")  # fmt: skip
+        remedy = "Give --container my.sif, or for no container --set cluster.container_runtime=auto"
+        value = f"cluster.container_runtime={cluster.container_runtime}, and no --container"
+        raise ConfigError("A job in a container needs an image", value=value, remedy=remedy)
     if not cluster.container:
         return cluster
     runtime, has_pyxis = cluster.container_runtime, client.has_pyxis()
