@@ -553,21 +553,10 @@ def test_copies_are_freed_with_the_state_and_where_memory_runs_out() -> None:
     assert alive() is None
 
 
-def waiting(*held: object) -> tuple[threading.Thread, threading.Event]:
-    """Starts a thread that waits until the event is set, and holds objects meanwhile."""
-    ends = threading.Event()
-
-    def wait(*_: object) -> None:
-        ends.wait()
-
-    thread = threading.Thread(target=wait, args=held, daemon=True)
+def test_objects_of_another_thread_are_left_alone() -> None:
+    guarded, ahead, counts, ends = Guarded(), [0], Counts(), threading.Event()
+    thread = threading.Thread(target=ends.wait, daemon=True)
     thread.start()
-    return thread, ends
-
-
-def test_objects_that_another_thread_holds_are_left_alone() -> None:
-    guarded, ahead, counts = Guarded(), [0], Counts()
-    thread, ends = waiting([guarded], {"ahead": ahead})
     held = HeldState([lambda: (guarded, ahead, counts)], nn.Linear(1, 1), CPU)
     assert not held.is_whole
     guarded.add()
@@ -579,20 +568,7 @@ def test_objects_that_another_thread_holds_are_left_alone() -> None:
     assert (guarded.count, guarded.seen, ahead, counts.count) == (1, [1], [0, 1], 0)
 
 
-def test_objects_are_put_back_while_threads_run_that_do_not_hold_them() -> None:
-    guarded, losses, other = Guarded(), [0.0], Guarded()
-    thread, ends = waiting(other)
-    held = HeldState([lambda: (guarded, losses)], nn.Linear(1, 1), CPU)
-    guarded.add()
-    losses.append(1.0)
-    held.restore()
-    assert held.is_whole
-    ends.set()
-    thread.join()
-    assert (guarded.count, guarded.seen, losses) == (0, [], [0.0])
-
-
-def test_objects_of_cells_are_put_back_though_threads_of_a_notebook_reach_them() -> None:
+def test_objects_of_cells_are_put_back_while_threads_of_a_notebook_run() -> None:
     losses, ends = [0.0], threading.Event()
 
     class HistorySavingThread(threading.Thread):

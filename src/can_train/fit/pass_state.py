@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copyreg
 import ctypes
-import gc
 import operator
 import random
 import struct
@@ -279,8 +278,11 @@ _CONTAINERS: Final = (OrderedDict, dict, list, set, deque)
 _ARRAYS: Final = (np.ndarray, bytearray, array)
 _OPEN: Final = (SimpleNamespace, Namespace, UserDict, UserList)  # Of Python's own, but with attributes of their user
 _OF_THREADS: Final = frozenset({"_thread", "threading", "_queue", "queue", "concurrent", "multiprocessing"})
-# Packages whose threads run none of the user's functions.
-_RUN_OWN_CODE: Final = frozenset({"torch", "can_train", "IPython", "ipykernel", "zmq", "tornado", "_pydevd_bundle"})
+# Modules whose threads run none of the user's functions: of a progress bar and of a notebook. Cells run elsewhere.
+_RUN_OWN_CODE: Final = frozenset({
+    "tqdm._monitor", "IPython.core.history", "ipykernel.control", "ipykernel.heartbeat", "ipykernel.iostream",
+    "ipykernel.parentpoller", "ipykernel.shellchannel",
+})  # fmt: skip
 _OF_HEAP: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: Python's own classes do not have it
 _DEEPEST_HELD: Final = 6  # Objects inside of each other that a function is looked through for
 _MOST_COPIED_BYTES: Final = 2**26  # Of small tensors that a function holds, all together
@@ -348,7 +350,7 @@ class HeldState:
     tensors and arrays that are not large. Gradients are no such state, and weights only where they are not trained.
 
     An object is left alone, with all that is in it, where it holds an iterator or a file, whose place cannot be put
-    back, or a lock, a thread or a queue that another thread holds, too.
+    back; while other threads run, also where it holds a lock, a thread or a queue.
 
     Args:
         held: The functions and objects.
@@ -370,8 +372,7 @@ class HeldState:
         self._puts: list[Callable[[], object]] = []  # Each puts back a single object
         self._bytes = 0  # Of copies of tensors and arrays
         own = threading.current_thread()
-        others = [thread for thread in threading.enumerate() if thread is not own and _may_change_objects(thread)]
-        self._shared = _held_by(others)
+        self._others_run = any(thread is not own and _may_change_objects(thread) for thread in threading.enumerate())
         self.modules: list[nn.Module] = []
         self.is_whole, self.has_moved = True, False
         try:
@@ -437,10 +438,7 @@ class HeldState:
             return False
         if any(hasattr(kind, name) for name in ("__next__", "read")):
             return True
-        return (isinstance(value, threading.Thread) or _root_of(kind) in _OF_THREADS) and self._is_shared(value)
-
-    def _is_shared(self, value: Any) -> bool:
-        return self._shared is None or id(value) in self._shared
+        return self._others_run and (isinstance(value, threading.Thread) or _root_of(kind) in _OF_THREADS)
 
     def _has_room(self, size_bytes: int) -> bool:
         """Counts the bytes of a copy where it may be made: functions may hold whole data sets."""
@@ -569,9 +567,12 @@ class HeldState:
         now = _items_of(base, held)
         if _are_same(now, items):
             return
-        has_grown = _are_same(now[: len(items)], items) or _are_same(now[len(now) - len(items) :], items)
-        if has_grown and self._is_shared(held):
-            # The other thread may have added the items, as one that reads ahead.
+        if (
+            self._others_run
+            and len(now) > len(items)
+            and (_are_same(now[: len(items)], items) or _are_same(now[len(now) - len(items) :], items))
+        ):
+            # Another thread may have added the items, as one that reads ahead.
             self.is_whole = False
         elif base is list:
             list.__setitem__(held, slice(None), items)
@@ -599,7 +600,6 @@ class HeldState:
         """Frees the copies: they refer to this object, and would take memory until the next garbage collection."""
         self._puts.clear()
         self._known.clear()
-        self._shared = {}
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
@@ -612,39 +612,12 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 def _may_change_objects(thread: threading.Thread) -> bool:
     """Tells whether a thread may run functions of the user: not the threads of PyTorch, whose backward passes run in
-    threads that Python has not started, and not the threads of a notebook, which reach all objects of its cells.
+    threads that Python has not started.
     """
     # A class that is derived from Thread has no target, but a `run` of its own.
     code = getattr(thread, "_target", None) or type(thread)
-    return not isinstance(thread, threading._DummyThread) and _root_of(code) not in _RUN_OWN_CODE
-
-
-def _held_by(threads: Iterable[threading.Thread]) -> dict[int, Any] | None:
-    """Returns the objects that threads can reach, by their ids; None where there are too many."""
-    found, values, frames = dict[int, Any](), list[Any](), sys._current_frames()
-    # This function's own frame would hold itself.
-    del frames[threading.get_ident()]
-    for thread in threads:
-        values.append(vars(thread))
-        frame = frames.get(thread.ident or 0)
-        while frame is not None:
-            values += frame.f_locals.values()
-            frame = frame.f_back
-    while values:
-        value = values.pop()
-        if id(value) in found or isinstance(value, (*_PLAIN, type, Tensor)):
-            continue
-        if len(found) == _MOST_ITEMS_IN_ALL:
-            return None
-        found[id(value)] = value
-        if not isinstance(value, FunctionType):
-            values += gc.get_referents(value)
-        elif not _is_of_library(value):
-            # The globals of a function are all of its module.
-            owner = value.__globals__
-            values += [owner[name] for name in _names_in(value.__code__) if name in owner]
-            values += [*(value.__closure__ or ()), *(value.__defaults__ or ())]
-    return found
+    is_own = _root_of(code) in ("torch", "can_train") or getattr(code, "__module__", "") in _RUN_OWN_CODE
+    return not isinstance(thread, threading._DummyThread) and not is_own
 
 
 def _items_of(base: Any, held: Any) -> list[Any]:
