@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -626,10 +627,13 @@ def test_a_task_may_have_methods_and_attributes_of_any_private_name() -> None:
         ("loss", staticmethod(lambda batch: {}), r"loss\(model, batch\)"),
         ("epoch_order", lambda self, rows, seed: rows, r"epoch_order\(rows, seed, epoch\)"),
         ("files", lambda self: (), r"files\(dataset, data_root\)"),
-        ("loss", property(lambda self: {}), "Helper.loss takes the place of can_train.Task.loss"),
+        ("loss", nn.MSELoss(), "Helper.loss takes the place of can_train.Task.loss"),
+        ("labels", ["a", "b"], "Helper.labels takes the place"),
         ("sets", lambda self: {}, "Helper.sets takes the place of can_train.Task.sets"),
         ("models", lambda self: {}, "Helper.models takes the place"),
         ("dataset", lambda self: {}, "Helper.dataset takes the place"),
+        ("settings", property(lambda self: {}), "Helper.settings takes the place"),
+        ("_Task__read", lambda self, path: path, "A class named Task has a private name of can_train.Task: __read"),
     ],
 )
 def test_a_helper_with_the_name_of_a_method_that_can_train_calls_is_refused(name: str, value: Any, error: str) -> None:
@@ -642,12 +646,26 @@ def test_a_helper_with_the_name_of_a_method_that_can_train_calls_is_refused(name
     type("Beside", (Words, mixin), {})
 
 
+def passed_on(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a method an argument, as `mock.patch` does."""
+
+    @wraps(method)
+    def call(self: Task, *arguments: Any) -> Any:
+        return method(self, 2.0, *arguments)
+
+    return call
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("loss", lambda self, model, batch, weight=1.0: {}),
         ("loss", staticmethod(lambda model, batch: {})),
+        ("loss", passed_on(lambda self, weight, model, batch: {})),
         ("collate", lambda self, *samples: samples),
+        ("collate", staticmethod(torch.stack)),
+        ("collate", partial(torch.stack, dim=0)),
+        ("collate", property(lambda self: torch.stack)),
         ("files", classmethod(lambda cls, dataset, data_root: ())),
         ("in_order", property(lambda self: True)),
         ("in_order", True),
@@ -657,9 +675,17 @@ def test_a_method_that_takes_the_arguments_of_the_task_is_no_helper(name: str, v
     type("Own", (Words,), {name: value})
 
 
-def test_a_value_with_the_name_of_a_method_is_refused_and_a_function_taken() -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("columns", ["a"]), ("loss", nn.MSELoss()), ("stream", [1]), ("sets", {}), ("loss", lambda batch: {})],
+)
+def test_a_value_of_an_object_with_the_name_of_a_method_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"Words.{name} "):
+        setattr(Words(), name, value)
+
+
+def test_a_function_takes_the_place_of_a_method_in_an_object() -> None:
     task = Words()
-    with pytest.raises(ConfigError, match=r"Words.columns takes the place of can_train.Task.columns"):
-        task.columns = ["a"]  # type: ignore[method-assign, assignment]
     task.collate = len  # type: ignore[method-assign, assignment]
     assert task.collate([1, 2]) == 2
+    task.loss = lambda model, batch: {}  # type: ignore[method-assign, assignment]

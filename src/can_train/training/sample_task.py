@@ -12,9 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from inspect import isfunction
+from inspect import getattr_static
 from itertools import chain, tee
 from pathlib import Path
+from types import FunctionType
 from typing import Any, ClassVar, Final, TypeVar, cast
 
 import numpy as np
@@ -47,6 +48,7 @@ from can_train.training.task_values import (
     Losses,
     PartOutcome,
     baseline_numbers,
+    check_method,
     check_named,
     check_names,
     checked_counts,
@@ -173,8 +175,12 @@ class Task(BatchTask):
         check_names(cls, Task)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isfunction(getattr(Task, name, None)) and not callable(value):
+        own = getattr_static(Task, name, None)
+        # Rows of a training may be others than the task's.
+        if isinstance(own, property) or (isinstance(own, cached_property) and not isinstance(value, np.ndarray)):
             raise name_taken(type(self), name)
+        if isinstance(own, FunctionType):
+            check_method(type(self), name, staticmethod(value) if isinstance(value, FunctionType) else value, Task)
         super().__setattr__(name, value)
 
     def __init__(self, context: TaskContext | None = None) -> None:

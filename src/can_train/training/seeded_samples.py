@@ -60,7 +60,7 @@ def _seed_host(seed: int) -> None:
 def read_seeded(
     rows: Sequence[int], seeds: Sequence[int], get: Callable[[int], Any], failed: Failed | None = None
 ) -> list[Any]:
-    """Reads samples by their rows, each with its seed in the global generators; see `Task._read`."""
+    """Reads samples by their rows, each with its seed in the global generators."""
     read = []
     with reading():
         for row, seed in zip(rows, seeds, strict=True):

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from can_train.errors import ConfigError, DataError
 from can_train.task import Feature, Predictions
@@ -43,32 +43,46 @@ class PartOutcome:
     predictions: Sequence[Any] | None
 
 
+_PRIVATE: Final = "_Task__"  # Python's prefix of the private names of a class of this name
+_METHODS: Final = (FunctionType, staticmethod, classmethod)
+_PROPERTIES: Final = (property, cached_property)
 _OF_INSTANCES: Final = ("context", "settings", "dataset", "model_settings", "mode")  # Which `Task.__init__` sets
 
 
 def check_names(task: type, base: type) -> None:
-    """Raises ConfigError where a class that derives from `base` has a helper with a name of `base`, which can-train
-    would call as the method of `base`, or read as its attribute.
+    """Raises ConfigError where a class that derives from `base` has a helper or a value with a name of `base`, which
+    can-train would call as the method of `base`, or read as its attribute.
     """
     for owner in task.__mro__[: task.__mro__.index(base)]:
         for name, value in vars(owner).items():
-            is_method = isinstance(value, (FunctionType, staticmethod, classmethod, property, cached_property))
-            if is_method and name in _OF_INSTANCES:
+            own, is_method = getattr_static(base, name, None), isinstance(value, _METHODS)
+            if name in _OF_INSTANCES and (is_method or isinstance(value, _PROPERTIES)):
                 raise name_taken(task, name)
-            own = getattr_static(base, name, None)
-            if name.startswith("__") or own is None or not is_method:
+            if name.startswith("__") or own is None:
                 continue
-            if not isinstance(own, (FunctionType, classmethod)):
+            if name.startswith(_PRIVATE):
+                fact, own_name = "A class named Task has a private name of can_train.Task", name[len("_Task") :]
+                raise ConfigError(fact, value=own_name, remedy="Give the class another name")
+            if isinstance(own, _METHODS):
+                check_method(task, name, value, base)
+            elif is_method:
                 # A value may be computed: by a property, and not by a method.
-                if not isinstance(value, (property, cached_property)):
-                    raise name_taken(task, name)
-            elif isinstance(value, (property, cached_property)):
                 raise name_taken(task, name)
-            elif not _takes(value, wanted := signature(getattr(base, name))):
-                arguments = ", ".join(each for each in wanted.parameters if each != "self")
-                raise ConfigError(f"{task.__name__}.{name} does not take the arguments that can-train calls it with",
-                                  value=f"{name}({arguments})",
-                                  remedy="Take these arguments, or give a helper another name")  # fmt: skip
+
+
+def check_method(task: type, name: str, value: Any, base: type) -> None:
+    """Raises ConfigError unless a value of a task's class, or of its object, can be called as a method of `base`."""
+    # A property may return a function.
+    if isinstance(value, _PROPERTIES):
+        return
+    if not (callable(value) or isinstance(value, _METHODS)) or isinstance(value, nn.Module):
+        raise name_taken(task, name)
+    wanted = signature(getattr(base, name))
+    if isinstance(value, _METHODS) and not _takes(value, wanted):
+        arguments = ", ".join(each for each in wanted.parameters if each != "self")
+        raise ConfigError(f"{task.__name__}.{name} does not take the arguments that can-train calls it with",
+                          value=f"{name}({arguments})",
+                          remedy="Take these arguments, or give a helper another name")  # fmt: skip
 
 
 def name_taken(task: type, name: str) -> ConfigError:
@@ -84,7 +98,12 @@ def _takes(method: Any, wanted: Signature) -> bool:
     named = {each.name: None for each in always if each.kind is each.KEYWORD_ONLY}
     places = [None] * (len(always) - len(named) + (not isinstance(method, staticmethod)))
     try:
-        signature(function).bind(*places, **named)
+        # A decorator may give arguments itself: its function is called, and not the function inside of it.
+        of_function = signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):  # Functions of extensions have no signature
+        return True
+    try:
+        of_function.bind(*places, **named)
     except TypeError:
         return False
     return True
