@@ -73,7 +73,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("dataset.columns=3", "dataset.columns must be settings, as {a:1,b:2}: 3"),
         ("dataset.columns={epochs:1}", "Unknown setting: 'dataset.columns.epochs'"),
         ("cluster.partition=gpu", "--set cluster.partition has no effect with --cluster local"),
-        ("cluster.container_mounts=scratch", "must list absolute paths, one mount an item: 'scratch'"),
+        ("cluster.container_mounts=scratch", "cluster.container_mounts must be a list, as [1,2]: 'scratch'"),
         ("cluster.container_mounts=[scratch]", "must list absolute paths, one mount an item: 'scratch'"),
         ("cluster.container_mounts=[/a:/b]", "--set cluster.container_mounts has no effect without --container"),
     ],

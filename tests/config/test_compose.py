@@ -55,10 +55,6 @@ def test_a_flag_of_a_list_or_a_dict_may_have_brackets(name: str, text: str, valu
     assert getattr(resolved(values={f"training.{name}": text}).training, name) == value
 
 
-def test_text_of_set_for_a_list_is_its_only_entry() -> None:
-    assert resolved(sets=("training.freeze=encoder.*",)).training.freeze == ["encoder.*"]
-
-
 @pytest.mark.parametrize(
     ("request_", "window", "stride"),
     [

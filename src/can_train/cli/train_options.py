@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -372,11 +371,11 @@ def without_repeats(
         requests: The request of each run.
         flags: The flags of the line.
     """
-    # Settings and not their texts: 0.1 and 1e-1 are one rate.
+    # Settings and not their texts: 0.1 and 1e-1 are one rate. The runs of a line have their settings in one order.
     first: dict[str, tuple[ResolvedRun, RunRequest]] = {}
     repeated = []
     for run, request in zip(runs, requests, strict=True):
-        if first.setdefault(json.dumps(run.config, sort_keys=True, default=str), (run, request))[1] is not request:
+        if first.setdefault(repr(run.config), (run, request))[1] is not request:
             repeated.append(_listed_values(request, flags))
     if repeated and not flags.get("quiet"):
         names = [*dict.fromkeys(repeated)]

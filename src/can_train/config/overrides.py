@@ -193,9 +193,6 @@ def apply_overrides(config: DictConfig, overrides: Sequence[Override]) -> DictCo
         if OmegaConf.is_list(node) and not override.grammar and isinstance(value, str):
             # A flag lists values as they are: --freeze encoder,head. In brackets they may have the quotes of --set.
             value = [_unquoted(part) for part in split_list(value) if part.strip()]
-        elif OmegaConf.is_list(node) and override.grammar and isinstance(value, str):
-            # --set training.freeze=encoder
-            value = [value]
         for kind, is_wanted, types in (("Dict", OmegaConf.is_dict, dict), ("List", OmegaConf.is_list, (list, tuple))):
             if is_wanted(node) and not isinstance(value, types):
                 raise SettingError(f"{as_given(key)} must be {KINDS[kind]}", value=repr(value))

@@ -391,7 +391,7 @@ class NumberTexts:
         if {plain_name(name) for name in header.names} >= _CANEDGE_COLUMNS:
             base = _HEX
         any_number = f'[^"{header.delimiter}]*?'
-        any_payload = r"[\[(][^\])]*[\])]" if header.has_lists else any_number
+        any_payload = r"(?:[\[(][^\])]*[\])])?" if header.has_lists else any_number
         data = (f"(?P<data_N>{any_number})", f"(?P<data>{any_payload})")
         cells = _row_cells(header, f"(?P<id>{any_number})", data)
         needed = 1 + max(*header.roles["id"], *header.roles["data"])  # later cells may be missing
@@ -539,8 +539,8 @@ _DECIMAL_DATA: Final = (
     rf"[\[(]?(?P<data>(?:[0-9]{{1,3}}[{_DATA_SEPARATORS}]*)*)[\])]?",
 )
 # A list with commas, which is one cell since it is quoted: "[1, 16, 255]".
-_HEX_LIST: Final = rf"[\[(](?P<data>(?:{BYTE}[{_LIST_SEPARATORS}]*)*)[\])]"
-_DECIMAL_LIST: Final = rf"[\[(](?P<data>(?:[0-9]{{1,3}}[{_LIST_SEPARATORS}]*)*)[\])]"
+_HEX_LIST: Final = rf"(?:[\[(] *(?P<data>(?:{BYTE}[{_LIST_SEPARATORS}]*)*)[\])])?"
+_DECIMAL_LIST: Final = rf"(?:[\[(] *(?P<data>(?:[0-9]{{1,3}}[{_LIST_SEPARATORS}]*)*)[\])])?"
 
 
 def _row_cells(header: _Header, id_content: str, data_content: tuple[str, str]) -> list[str]:
