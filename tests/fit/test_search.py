@@ -582,6 +582,19 @@ def test_a_batch_without_time_for_a_trial_is_predicted_up_to_half_of_the_device(
     assert limit.untried == (pytest.approx(min(0.97 * device.capacity - BASE, GIB), rel=0.05) if half < GIB else 0)
 
 
+def test_a_search_lets_go_of_what_it_has_measured_without_a_garbage_collection() -> None:
+    device = Device()
+    gone = weakref.ref(device)
+    gc.disable()
+    try:
+        device.find(upper=GIB)
+        del device
+        # Else the gradients of training would take memory while evaluation is measured.
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_half_of_a_device_that_probes_have_filled_is_not_predicted() -> None:
     device = Device(4 * BASE)
     limit = device.find(upper=GIB, has_time=lambda cost: False)

@@ -193,11 +193,13 @@ class _Search:
     has_levels: bool = False  # Whether two sizes have read the same
     is_off: bool = True  # Whether the last reading is off the curve by a stair
     stretch: float = _CLOSE  # Relative step beyond the end of a curve; twice as large after each that fits
-    affordable: Callable[[int], int] = lambda size: size  # A size to try in place of another; 0 ends the search
+    # A size to try in place of another, larger than the one that fits; 0 ends the search. It must not hold the search:
+    # in a reference cycle, gradients of the measured work would stay until the next garbage collection.
+    affordable: Callable[[int, int], int] = lambda size, fits: size
 
     def run(self, start: int) -> None:
         """Tries sizes from `start` until no further trial is worthwhile."""
-        size = self.affordable(start)
+        size = self.affordable(start, self.fits)
         while size:
             fitted, peak = self._try(size)
             if fitted:
@@ -208,7 +210,7 @@ class _Search:
             if peak is not None:
                 self.readings.append((size, peak))
             size = self._next_size() or (self._next_size() if self._is_on_stairs() else 0)
-            size = self.affordable(size) if size else 0
+            size = self.affordable(size, self.fits) if size else 0
 
     def _try(self, size: int) -> tuple[bool, float | None]:
         """Runs a size; returns whether it fitted, and its reading if there is one."""
@@ -445,13 +447,13 @@ def find_phase_limit(probes: ProbeFit, measure: Measure, order: BatchCosts, boun
     fits = min(int(probes.largest_cost / unit), _UNITS - 1)
     readings = [(fits, float(fits * unit))] if fits else []
 
-    def affordable(units: int) -> int:
+    def affordable(units: int, fits: int) -> int:
         """Halves a size until there is time to try it."""
         nonlocal untried
         if bounds.has_time(units * unit):
             return units
         untried = units * unit
-        while (units := units // 2) > _WORTH_A_TRIAL * search.fits:
+        while (units := units // 2) > _WORTH_A_TRIAL * fits:
             if bounds.has_time(units * unit):
                 return units
         return 0
