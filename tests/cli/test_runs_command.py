@@ -162,6 +162,18 @@ def test_the_best_comes_first(runs: Runs, capsys: pytest.CaptureFixture[str]) ->
     assert [shown["value"] for shown in strictly(said(capsys, *line, "--json"))] == [0.25, 0.5, 0.75]
 
 
+def test_the_figure_of_a_run_without_test_sets_is_told_to_be_of_its_validation(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.add(1, {**RESULT, "accuracy": 0.5})
+    line = ("runs", "--best", "accuracy", *runs.flags)
+    of_validation = "of the validation that chose the weights"
+    assert f"accuracy, {of_validation}: higher is better" in said(capsys, *line)
+    runs.add(2, {**RESULT, "judgement": {"test": {"a": {"model": {"accuracy": 0.7}}}}})
+    mixed = f"accuracy, the mean over the test sets, or {of_validation} where a run has none: higher"
+    assert mixed in " ".join(said(capsys, *line).split())
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

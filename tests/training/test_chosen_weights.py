@@ -18,7 +18,8 @@ from can_train.config.settings import TrainingSettings, metric_direction
 from can_train.errors import CheckpointError, ConfigError
 from can_train.runs.run_state import best_text
 from can_train.training import train as training_loop
-from can_train.training.chosen_weights import AveragedWeights, Criterion, Validation
+from can_train.training.chosen_weights import AVERAGED, AveragedWeights, BestWeights, Criterion, Validation, choose
+from can_train.training.chosen_weights import TRAINED as OWN
 from can_train.training.judgement import judge_best
 from can_train.training.session import Session
 from can_train.training.train import make_session, train_new
@@ -43,6 +44,21 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("own", "averaged", "kind"),
+    [
+        ((0.9, 5), (0.9, 4), AVERAGED),
+        ((0.9, 4), (0.9, 5), OWN),
+        ((0.9, 4), (0.9, 4), OWN),
+        ((0.8, 3), (0.9, 4), AVERAGED),
+        ((0.9, 4), (None, 0), OWN),
+    ],
+)
+def test_of_equal_weights_the_first_are_the_best(own: Any, averaged: Any, kind: str) -> None:
+    bests = {OWN: BestWeights(value=own[0], epoch=own[1]), AVERAGED: BestWeights(value=averaged[0], epoch=averaged[1])}
+    assert choose(bests) == kind
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.7])

@@ -130,7 +130,7 @@ def status(run: RunOrSweep, as_json: AsJson = False, runs_dir: RunsDir = "runs",
         print_json(run_json(status))
         return
     print_text(with_command_name("\n".join(_status_lines(status))))
-    print_tables(_history_tables(status))
+    print_tables(_history_tables(status), pipe_columns=COLUMNS)
 
 
 def _selected(locator: RunLocator, chosen: RunFilter) -> RunList:
@@ -200,11 +200,19 @@ def _trained(status: RunStatus) -> str:
     return "\n".join(filter(None, [what, " ".join(texts[:_LISTED_SETTINGS]) + more]))
 
 
-def _meaning(metric: str, direction: str = "") -> str:
-    """Explains the figure of a metric, and which direction is better; an empty one: the metric's name tells it."""
+def _meaning(metric: str, direction: str = "", *, parts: Sequence[Mapping[str, float]] = ()) -> str:
+    """Explains the figure of a metric, and which direction is better; an empty one: the metric's name tells it. `parts`
+    are the values of each run by test set.
+    """
     better = "higher" if (direction or direction_of(metric)) == "max" else "lower"
     is_of_run = metric == "best_validation_loss" or "." in metric
-    return f"{metric}{'' if is_of_run else ', the mean over the test sets'}: {better} is better"
+    # A run without test sets has the figure of its validation, under no name.
+    validated = ["" in by_set for by_set in parts]
+    where = "" if is_of_run else ", the mean over the test sets"
+    if not is_of_run and any(validated):
+        of_validation = "of the validation that chose the weights"
+        where = f", {of_validation}" if all(validated) else f"{where}, or {of_validation} where a run has none"
+    return f"{metric}{where}: {better} is better"
 
 
 def _watch(locator: RunLocator, chosen: RunFilter, limit: int) -> None:
@@ -539,5 +547,12 @@ def _print_best(listed: RunList, metric: str, limit: int, *, as_json: bool) -> N
             figures = [result.value, *((min(values), max(values)) if has_parts else ())]
             rows.append((short_name(status.known.run_id), *(f"{value:.4g}" for value in figures), device_of(status),
                          _trained(status)))  # fmt: skip
-        tables.append(TextTable(f"{name}: best by {metric}", columns, rows, [_meaning(metric, direction)]))
+        tables.append(
+            TextTable(
+                f"{name}: best by {metric}",
+                columns,
+                rows,
+                [_meaning(metric, direction, parts=[result.parts for result in group])],
+            )
+        )
     print_tables(tables, pipe_columns=COLUMNS)

@@ -152,7 +152,7 @@ def compare(
     elif len(compared) > facts.SIDE_BY_SIDE:
         print_tables([facts.sweep_table(compared)], pipe_columns=COLUMNS)
     else:
-        print_tables(facts.comparison_tables(compared))
+        print_tables(facts.comparison_tables(compared), pipe_columns=COLUMNS)
 
 
 def report(

@@ -193,11 +193,11 @@ def memory_charts(
         texts.append(f"step {step.step}: memory ran out {times}; finished in {step.micro_batches} micro-batches")
     marks = Series(name="out of memory, rescued", color=2, kind="crosses", texts=texts,
                    links=[(links or {}).get(step.step, "") for step in rescues])  # fmt: skip
-    most = max(step.micro_batches for step in steps)
+    most, ooms = max(step.micro_batches for step in steps), sum(step.ooms_rescued for step in rescues)
     parts = Chart(
         title="Micro-batches and rescues",
-        description=f"A step had at most {most} micro-batches; memory ran out "
-        f"{sum(step.ooms_rescued for step in rescues)} times, and was rescued.",
+        description=f"A step had at most {most} micro-batch{'es' if most > 1 else ''}; "
+        + (f"memory ran out {counted(ooms, 'time')}, and was rescued." if ooms else "memory never ran out."),
         x=x,
         y=number_axis(0, most + 1, "micro-batches of a step", whole=True),
         height=140,

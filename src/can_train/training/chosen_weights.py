@@ -226,6 +226,6 @@ class BestWeights:
 
 
 def choose(bests: Mapping[str, BestWeights]) -> str:
-    """Returns the kind whose best weights have the best value: the first of equals."""
-    judged = {kind: best.value for kind, best in bests.items() if best.value is not None}
+    """Returns the kind whose best weights have the best value; of equals the kind that had it first."""
+    judged = {kind: (best.value, -best.epoch) for kind, best in bests.items() if best.value is not None}
     return max(judged, key=lambda kind: judged[kind], default=TRAINED)
