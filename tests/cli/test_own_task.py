@@ -213,6 +213,17 @@ def test_a_disk_that_is_full_while_it_trains_is_said_with_the_run_and_the_remedy
         ("my_file.py:MyTask", CLASSIFIER.replace("(frozen=True, kw_only=True)", ""), "Settings must be a frozen"),
         ("my_file.py:MyTask", CLASSIFIER.replace("hidden: int = 32", "hidden: int"), "must have a default: hidden"),
         ("my_file.py:MyTask", CLASSIFIER.replace('"lr"', '"lrr"'), "'lrr'. Nearest of"),
+        *(
+            ("my_file.py:MyTask", CLASSIFIER.replace("hidden: int = 32", f"hidden: int = 32\n        {line}"), message)
+            for line, message in (
+                ("q: int = 'abc'", "MyTask.Settings does not fit its type: q: int = 'abc'. Write a default of"),
+                ("q: int = 0.5", "MyTask.Settings does not fit its type: q: int = 0.5. Write a default of"),
+                ("q: list[int] = __import__('dataclasses').field(default_factory=lambda: ['a'])",
+                 "MyTask.Settings does not fit its type: q: list[int] = ['a']. Write a default of"),
+                ("q: torch.dtype = torch.float32", "or dataclass: q: torch.dtype = torch.float32. Keep it as text"),
+                ("q: __import__('typing').Any = nn.Linear(1, 1)", "or dataclass: q: typing.Any = Linear(in_features=1"),
+            )
+        ),
         ("mine.my_fil:MyTask", "", "mine.my_fil failed when it was imported: ModuleNotFoundError"),
         ("no_such_package.module:MyTask", "", "There is no such module: 'no_such_package'"),
         ("cann", "", "Unknown task: 'cann'"),

@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import product
@@ -28,6 +28,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.version import VersionBase
 from hydra_zen import ZenStore, make_config, make_custom_builds_fn
+from hydra_zen.errors import HydraZenUnsupportedPrimitiveError
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -587,8 +588,8 @@ def _compose(composition: _Composition) -> DictConfig:
     folders = composition.folders
     store = ZenStore(overwrite_ok=True)
     for group in _CHOSEN_GROUPS:
-        store(_schema(classes[group]), group=group, name="schema")
-    always: dict[str, Any] = {name: _schema(cls) for name, cls in classes.items() if name not in _CHOSEN_GROUPS}
+        store(_checked_schema(classes[group]), group=group, name="schema")
+    always: dict[str, Any] = {name: _checked_schema(cls) for name, cls in classes.items() if name not in _CHOSEN_GROUPS}
     always["training"] = _training_schema(task)
     # The first folder that has a preset wins in Hydra.
     always["hydra"] = {"searchpath": [f"file://{folder.absolute()}" for folder in reversed(folders)]}
@@ -624,6 +625,47 @@ def _compose(composition: _Composition) -> DictConfig:
         GlobalHydra.set_instance(hydra)
         VersionBase.set_instance(version)
     return config
+
+
+def _checked_schema(cls: type) -> Any:
+    """Returns the schema of a settings class; raises ConfigError for a default that does not fit its type."""
+    try:
+        schema = _schema(cls)
+        OmegaConf.structured(schema)
+    except Exception as error:  # hydra-zen and OmegaConf raise many kinds
+        raise _unfit_default(cls, error) from error
+    return schema
+
+
+def _unfit_default(cls: Any, error: Exception) -> ConfigError:
+    hints = get_type_hints(cls)
+    for each in fields(cls):
+        value = each.default_factory() if each.default_factory is not MISSING else each.default
+        try:
+            # Neither library names the field in all of its errors.
+            OmegaConf.structured(_schema(make_dataclass("Field", [(each.name, hints[each.name], _factory_of(value))])))
+        except Exception as reason:  # noqa: BLE001 - they raise many kinds
+            line = f"{each.name}: {_type_text(hints[each.name])} = {value!r:.60}"
+            where = f"{cls.__module__}.{cls.__qualname__}"
+            if isinstance(reason, HydraZenUnsupportedPrimitiveError):
+                return ConfigError(f"A setting of {where} must be a number, text, list, dict or dataclass", value=line,
+                                   remedy=f'Keep it as text, as in {each.name}: str = "...", '
+                                   "and make the object from it in the task")  # fmt: skip
+            return ConfigError(f"A default of {where} does not fit its type", value=line,
+                               remedy="Write a default of that type, or the type of the default")  # fmt: skip
+    return ConfigError(f"The defaults of {cls.__module__}.{cls.__qualname__} must fit their types",
+                       value=reason_of(error).rstrip("."), remedy="Mend them in the class")  # fmt: skip
+
+
+def _factory_of(value: Any) -> Any:
+    return field(default_factory=lambda: value)
+
+
+def _type_text(hint: Any) -> str:
+    """Writes a type as in a class: `int`, `torch.dtype`, `list[int]`."""
+    if not isinstance(hint, type) or get_args(hint):
+        return str(hint).removeprefix("typing.")
+    return hint.__qualname__ if hint.__module__ == "builtins" else f"{hint.__module__}.{hint.__qualname__}"
 
 
 def _training_schema(task: TaskSettings) -> Any:
@@ -735,7 +777,7 @@ def _load(plain: Mapping[str, Any]) -> tuple[DictConfig, dict[str, type]]:
     task, saved_mode = _task_of(plain), plain.get("mode")
     mode = str(saved_mode.get("name")) if isinstance(saved_mode, Mapping) else None
     classes = _classes(task, *_spec_and_mode(task, str(plain.get("model_name")), mode))
-    groups = {group: OmegaConf.structured(_schema(cls)) for group, cls in classes.items()}
+    groups = {group: OmegaConf.structured(_checked_schema(cls)) for group, cls in classes.items()}
     schema = OmegaConf.create(dict.fromkeys(_SCALARS, "") | groups)
     OmegaConf.set_struct(schema, True)
     for group in OPEN_GROUPS:
