@@ -325,3 +325,10 @@ def test_a_sweep_of_its_settings_is_several_runs(own: Path, tmp_path: Path, caps
 def test_a_task_with_one_model_is_not_asked_for_it_and_can_is(capsys) -> None:
     assert main(("--dataset", "synthetic")) == 2
     assert "--model is missing" in capsys.readouterr().err
+
+
+def test_a_negative_denominator_is_not_trained(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own.write_text(CLASSIFIER.replace('="sum"), len(labels))', '="sum"), -len(labels))'))
+    assert main(("--task", f"{own}:MyTask", "--device", "cpu")) == 3
+    said = " ".join(capsys.readouterr().err.split())
+    assert "The denominator of a loss term must not be negative: 'class' has -32 in " in said

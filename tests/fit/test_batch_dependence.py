@@ -909,6 +909,8 @@ def test_a_share_of_a_batch_is_judged_as_a_batch_is() -> None:
         shared(lambda x: (model(x).square().sum(), 1), model)
     with pytest.raises(ArgumentError, match=r"whose denominator is 0 must have the sum 0.*in a share of 24 samples"):
         shared(lambda x: (model(x).square().sum(), 0), model)
+    with pytest.raises(ArgumentError, match=r"must not be negative: 'loss' has -24 in a share of 24 samples"):
+        shared(lambda x: (model(x).square().sum(), -len(x)), model)
     with pytest.raises(ArgumentError, match="At least one loss term needs a gradient"):
         shared(lambda x: (model(x).square().sum().detach(), len(x)), model)
     with pytest.warns(UserWarning, match="micro-batches change the gradient of loss by [1-9]") as told:

@@ -206,6 +206,12 @@ def test_a_sum_whose_denominator_is_zero_is_an_error_and_a_term_without_items_is
     assert empty.loss == 0.0
 
 
+def test_a_negative_denominator_is_an_error() -> None:
+    batcher, losses_of = linear_batch(-1.0)
+    with pytest.raises(ArgumentError, match="denominator of a loss term must not be negative: 'error' has -6 in a bat"):
+        batcher.run(losses_of, 6, denominators={"error": -6.0})
+
+
 def test_weights_of_terms_scale_their_gradient() -> None:
     batcher, losses_of = linear_batch(1.0)
     batcher.run(losses_of, 6)

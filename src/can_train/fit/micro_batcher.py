@@ -191,8 +191,8 @@ class Denominators:
         known before the batch was computed are the sum of the parts' denominators. Otherwise the gradient is another.
         """
         for term, own in result.denominators.items():
-            if not own:
-                check_zero(term, result.means[term] * (float(self.by_term.get(term, self.size)) or 1.0), own, where)
+            if own <= 0:
+                check_divisor(term, result.means[term] * (float(self.by_term.get(term, self.size)) or 1.0), own, where)
         if not self.size:
             check_denominators(result, self.by_term, size=0)
 
@@ -312,8 +312,17 @@ def check_denominators(result: BatchResult, denominators: Mapping[str, float | T
             )
 
 
-def check_zero(term: str, total: float, denominator: float, where: str) -> None:
-    """Checks that the sum of a term whose denominator is 0 is 0, too: there is nothing to divide it by."""
+def check_divisor(term: str, total: float, denominator: float, where: str) -> None:
+    """Checks that a denominator is not negative, which would maximize the loss, and that the sum of a term whose
+    denominator is 0 is 0, too: there is nothing to divide it by.
+    """
+    if denominator < 0:
+        raise ArgumentError(
+            "The denominator of a loss term must not be negative",
+            value=f"{term!r} has {denominator:g} {where}",
+            remedy="Give as denominator the number of all items that the sum adds up; to maximize a term, return the "
+            "negative sum",
+        )
     if total and not denominator:
         raise ArgumentError(
             "A loss term whose denominator is 0 must have the sum 0",
@@ -515,7 +524,7 @@ class MicroBatcher:
             raise refusal
         result = self.add_share(losses_of, costs, denominators=denominators, weights=weights, scale=scale)
         check_denominators(result, denominators, size=len(costs))
-        _check_zeros(result, f"in a batch of {len(costs)} samples")
+        _check_divisors(result, f"in a batch of {len(costs)} samples")
         self._judge(losses_of, result, scale)
         return result
 
@@ -662,7 +671,7 @@ class MicroBatcher:
         if result.micro_batches and self.compares:
             # Reading denominators that are on the device makes the host wait.
             if not isinstance(result.denominators, LateNumbers):
-                _check_zeros(result, f"in a share of {sum(result.micro_batches)} samples")
+                _check_divisors(result, f"in a share of {sum(result.micro_batches)} samples")
             self._judge(losses_of, result, scale)
         return result
 
@@ -1075,11 +1084,11 @@ def _listed(optimizers: Any) -> list[Optimizer]:
             for one in listed]  # fmt: skip
 
 
-def _check_zeros(result: BatchResult, where: str) -> None:
-    """Checks the sums of terms without a denominator. Reading a mean makes the host wait."""
+def _check_divisors(result: BatchResult, where: str) -> None:
+    """Checks the denominators of terms. Reading a mean makes the host wait."""
     for term, own in result.denominators.items():
-        if not own:
-            check_zero(term, result.means[term], own, where)
+        if own <= 0:
+            check_divisor(term, result.means[term], own, where)
 
 
 def _planned(sizes: Any, samples: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from can_train.errors import DoesNotFitError, StateError
-from can_train.fit.micro_batcher import check_zero, sum_by_term
+from can_train.fit.micro_batcher import check_divisor, sum_by_term
 from can_train.memory.sharded_tensors import shard_of
 from can_train.reporter import EpochFigures, TextTable
 from can_train.runs.recording import write_predictions
@@ -179,7 +179,7 @@ def _evaluated(session: Session, rows: Rows, *, with_metrics: bool = False) -> t
 
     losses, denominators, metrics, counts = map(sum_by_term, zip(*session.ranks.gather(sums), strict=True))
     for term, total in losses.items():
-        check_zero(term, total, denominators[term], f"in {len(rows)} samples from {task.describe(int(rows[0]))} on")
+        check_divisor(term, total, denominators[term], f"in {len(rows)} samples from {task.describe(int(rows[0]))} on")
     loss = session.weighted({term: losses[term] / (denominators[term] or 1.0) for term in losses})
     return loss, {name: total / counts[name] for name, total in metrics.items() if counts[name]}
 
