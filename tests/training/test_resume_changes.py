@@ -183,3 +183,20 @@ def test_fewer_epochs_than_are_done_are_refused(tmp_path: Path, capsys: pytest.C
     assert resumed(run, "--epochs", "2") == 2
     assert "--epochs 2, and 3 are done" in capsys.readouterr().err
     assert contents(run) == was
+
+
+def test_a_run_whose_judgement_ran_out_of_memory_is_judged_by_the_line_that_evaluate_gives(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "result.json").unlink()
+    places = ("--runs-dir", str(run.parent), "--state-dir", str(run.parents[1] / "state"))
+    line = f"can-train resume {run}"
+    for ending, remedy in (
+        ("terminated", f"Finish it first: {line}."),
+        ("gpu_oom", f"on the host: {line} --device cpu."),
+    ):
+        RunFolder(run).attempts.record_end(ending, "", {}, rank=0)
+        assert main(("evaluate", str(run), *places)) != 0
+        assert remedy in " ".join(capsys.readouterr().err.split())
+    assert resumed(run, "--device", "cpu") == 0
+    assert (run / "result.json").is_file()

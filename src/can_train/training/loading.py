@@ -11,7 +11,7 @@ import shlex
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -499,13 +499,27 @@ def load_finished(
                          state=state.get("task", {}), made_buffers=state.get("made_buffers", ()))  # fmt: skip
 
 
+def _ran_out_in_judgement(folder: RunFolder) -> bool:
+    """Tells whether the device ran out of memory after the last training step: it would do so again."""
+    starts = folder.attempts.starts()
+    end = folder.attempts.end(starts[-1].attempt) if starts else None
+    if end is None or end.ending != "gpu_oom":
+        return False
+    with suppress(CheckpointError):
+        return bool((Checkpoints(folder.checkpoints_path).newest() or {}).get("progress", {}).get("trained"))
+    return False
+
+
 def _read_finished(
     folder: RunFolder, weights_file: str = ""
 ) -> tuple[Mapping[str, Any], Mapping[str, Any], dict[str, Tensor]]:
     """Reads the result, the last checkpoint and the weights of a finished run; raises as `load_finished` does."""
     if (result := folder.result()) is None:
-        remedy = f"Finish it first: {shlex.join(['can-train', 'resume', str(folder.path)])}"
-        raise CheckpointError("Only a finished run has a model", value=str(folder.path), remedy=remedy)
+        line, what = ["can-train", "resume", str(folder.path)], "Finish it first"
+        if _ran_out_in_judgement(folder):
+            line, what = [*line, "--device", "cpu"], "Training is complete; this judges it on the host"
+        raise CheckpointError("Only a finished run has a model", value=str(folder.path),
+                              remedy=f"{what}: {shlex.join(line)}")  # fmt: skip
     state = Checkpoints(folder.checkpoints_path).newest()
     weights = {} if state is None else state.get("best")
     if weights_file:
