@@ -200,3 +200,26 @@ def test_a_run_whose_judgement_ran_out_of_memory_is_judged_by_the_line_that_eval
         assert remedy in " ".join(capsys.readouterr().err.split())
     assert resumed(run, "--device", "cpu") == 0
     assert (run / "result.json").is_file()
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_device_that_has_no_room_for_the_run_leaves_the_run_as_it_was(
+    tmp_path: Path, is_finished: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = tmp_path / "wide.py"
+    module.write_text(CLASSIFIER.replace("WIDTH", "4").replace("from helpers import 4", ""))
+    state = ("--runs-dir", str(tmp_path / "runs"), "--state-dir", str(tmp_path / "state"))
+    assert main(("--task", f"{module}:MyTask", "--device", "sim:32MiB", "--set", "task.hidden=40000", *state)) == 0
+    run = next((tmp_path / "runs").iterdir())
+    if not is_finished:
+        (run / "result.json").unlink()
+    was = contents(run)
+    was.pop(log := str(run / "log.txt"))
+    assert resumed(run, "--epochs", "4", "--device", "sim:1MiB") == 2
+    assert "weights" in capsys.readouterr().err
+    now = contents(run)
+    now.pop(log)
+    assert now == was
+    assert resumed(run, "--epochs", "3") == 0
+    assert len(RunFolder(run).changes()) == 1
+    assert json.loads((run / "result.json").read_text())["epochs"] == 3

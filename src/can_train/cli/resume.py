@@ -4,7 +4,7 @@ another device, with a log that has moved. Several runs, or a sweep, continue wh
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -115,7 +115,7 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     if not status.state.certain and not quiet:
         print_note(str(status.state))
     print_starting(Verbosity.QUIET if quiet else verbosity)
-    from can_train.training.resume import change_request, change_run, longer_line
+    from can_train.training.resume import ChangeUndo, change_request, change_run, longer_line
 
     folder = status.known.folder
     if device is not None and not in_job:
@@ -148,12 +148,17 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     from can_train.cli.train import continue_run, launched_ranks
 
     with launched_ranks(device or folder.config()["device"], verbosity) as ranks:
+        undo: AbstractContextManager[None] = nullcontext()
         if not in_job:
-            _print_changes(ranks.on_rank0(make_changes), quiet=quiet)
+            before = ChangeUndo(folder)
+            changes = ranks.on_rank0(make_changes)
+            _print_changes(changes, quiet=quiet)
+            if changes and ranks.is_first:
+                undo = before.if_refused(is_alone=ranks.size == 1)
         if not quiet and (result := folder.result()) is not None:
             ended = "The run's time of training is up" if result.get("time_is_up") else "The run has finished"
             print_note(f"{ended}, and nothing is left to train. For longer:\n  {longer_line(folder, result)}")
-        continue_run(folder, ranks, verbosity, as_json=as_json)
+        continue_run(folder, ranks, verbosity, as_json=as_json, undo=undo)
 
 
 # Several runs

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -710,9 +710,14 @@ def _launched_place(verbosity: Verbosity) -> "RankPlace | None":
 
 
 def continue_run(
-    folder: "RunFolder", ranks: "Ranks", verbosity: Verbosity = Verbosity.NORMAL, *, as_json: bool = False
+    folder: "RunFolder",
+    ranks: "Ranks",
+    verbosity: Verbosity = Verbosity.NORMAL,
+    *,
+    undo: AbstractContextManager[None],
+    as_json: bool = False,
 ) -> None:
-    """Continues a run, or prints the result of one that has finished."""
+    """Continues a run, or prints the result of one that has finished. `undo` undoes its changes where it is refused."""
     from can_train.runs.attempts import StopRequests
 
     if not ranks.is_first:
@@ -720,7 +725,12 @@ def continue_run(
         return
     reporter = output.make_reporter(verbosity)
     with RunPrinter(verbosity, as_json=as_json) as printer:
-        printer.print(lambda: _continue(folder, reporter, StopRequests(), lambda device: ranks), folder)
+
+        def attempt() -> "Outcome | None":
+            with undo:
+                return _continue(folder, reporter, StopRequests(), lambda device: ranks)
+
+        printer.print(attempt, folder)
 
 
 def continue_in_job(folder: "RunFolder", stops: "StopRequests") -> None:

@@ -309,6 +309,12 @@ class Attempts:
         writer = "-job" if rank is None else f"-rank{rank}" if rank else ""
         records.write_json_atomic(self._folder / f"{attempt:04d}-ended{writer}.json", asdict(end))
 
+    def forget(self, attempt: int) -> None:
+        """Removes the records of the last attempt, which was refused before it trained."""
+        # The start last: without it the number is free for another attempt.
+        for path in sorted(self._folder.glob(f"{attempt:04d}-*.json"), reverse=True):
+            path.unlink()
+
     def _last_in(self, context: SlurmContext) -> int | None:
         job_and_restarts = (context.job, context.restarts)
         attempts = [start.attempt for start in self.starts() if (start.slurm_job, start.restarts) == job_and_restarts]

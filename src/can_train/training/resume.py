@@ -3,21 +3,34 @@ Imports no torch: a run may go on in a job that is submitted from a login node.
 """
 
 import math
+import os
 import shlex
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 
 from can_train.config.compose import changed_settings, from_plain, with_changes
 from can_train.config.resolved import ResolvedRun, data_root
 from can_train.config.task_settings import load_object
-from can_train.errors import ConfigError, MissingDataError, RunError
-from can_train.io.records import expanded, parse_object, sketch, text_or_nothing
+from can_train.errors import CanTrainError, ConfigError, MissingDataError, RunError
+from can_train.io.records import expanded, parse_object, sketch, text_or_nothing, this_host, write_bytes_atomic
 from can_train.io.units import parse_device, time_text
 from can_train.reporter import Reporter
-from can_train.runs.run_folder import BEGUN_WITH, EPOCHS, INPUTS, MAX_TIME, RunFolder, name_to_type
+from can_train.runs.run_folder import BEGUN_WITH, CONFIG, EPOCHS, INPUTS, MAX_TIME, RunFolder, name_to_type
 
 _PATH: Final = "dataset.path"
+_REFUSED: Final = 2  # exit code of an error before the first step
+# The configuration before the record of its change, as a kill in between must leave a run that can go on.
+_UNDONE: Final = (
+    CONFIG,
+    "changed_settings.json",
+    "changes.json",
+    "plan*.json",
+    "reference_models.json",
+    "memory_parts.json",
+    "result*.json",
+)
 
 
 def change_run(  # noqa: PLR0913 - the flags of `resume`
@@ -71,6 +84,61 @@ def change_run(  # noqa: PLR0913 - the flags of `resume`
         if changed:
             folder.change(run.config, changed, step=step, changed=changed_settings(run.config))
     return _in_words(changed)
+
+
+class ChangeUndo:
+    """Puts a run back as it was before `change_run`, where an attempt is refused before it trains: what a device has no
+    room for is known only when the attempt plans.
+
+    Args:
+        folder: The run, before it is changed.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._before = _texts(folder)
+        self._steps = _newest_checkpoint(folder)
+        self._attempts = folder.attempts.starts()
+
+    @contextmanager
+    def if_refused(self, *, is_alone: bool) -> Iterator[None]:
+        """Undoes the change where the attempt in the block raises the error of a configuration.
+
+        Args:
+            is_alone: Whether this process is the only one of the run. Of several, another one may record the attempt's
+                end later, so the attempt stays.
+        """
+        changed = _texts(self._folder)
+        try:
+            yield
+        except CanTrainError as error:
+            # The error of a run that has begun to train has another exit code.
+            if error.exit_code == _REFUSED and self._steps == _newest_checkpoint(self._folder):
+                # Another process that trains the run by now goes on with the changed settings.
+                with suppress(RunError), self._folder.locked():
+                    self._undo(changed, is_alone=is_alone)
+            raise
+
+    def _undo(self, changed: Mapping[Path, bytes], *, is_alone: bool) -> None:
+        path, now = self._folder.path / CONFIG, _texts(self._folder)
+        begun = self._folder.attempts.starts()[len(self._attempts) :]
+        is_own = all((start.host, start.pid) == (this_host(), os.getpid()) for start in begun)
+        if now.get(path) != changed.get(path) or not is_own:
+            return
+        for path, text in self._before.items():
+            if now.get(path) != text:
+                write_bytes_atomic(path, text)
+        for path in now.keys() - self._before.keys():
+            path.unlink()
+        if is_alone:
+            for start in begun:
+                self._folder.attempts.forget(start.attempt)
+
+
+def _texts(folder: RunFolder) -> dict[Path, bytes]:
+    """Reads the files of a run that `RunFolder.change` and a plan write."""
+    paths = (path for pattern in _UNDONE for path in sorted(folder.path.glob(pattern)))
+    return {path: path.read_bytes() for path in paths}
 
 
 def change_request(folder: RunFolder, settings: Mapping[str, Any]) -> list[str]:
