@@ -235,6 +235,15 @@ def test_a_test_sample_that_does_not_fit_is_a_notice_of_a_plan_that_trains(tmp_p
     )
 
 
+def test_the_need_of_a_test_sample_far_beyond_all_measured_sizes_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line predicts 1 GiB of 4,096 units; they do not take it."""
+    monkeypatch.setattr(Explorer, "peak_on_host", lambda explorer, row, **how: 40 * MIB)
+    notice = evaluated(tmp_path, JudgedTask({68: 4096}), verify=True).notices[-1]
+    assert "point 68; they need up to 40.0 MiB of 25.0 MiB" in notice
+
+
 @pytest.mark.parametrize("verify", [True, False], ids=["tried", "measured"])
 def test_evaluated_samples_are_named_where_features_do_not_explain_their_memory(tmp_path: Path, verify: bool) -> None:
     with pytest.raises(DoesNotFitError, match=r"1 of 8 do not: point 63; they need up to 49\.0 MiB of 25\.0 MiB"):

@@ -97,9 +97,10 @@ class Device:
         self.after_wait(self)
 
     def run(
-        self, settings: RescueSettings | None = None, limit: MicroBatchLimit | None = None
+        self, settings: RescueSettings | None = None, limit: MicroBatchLimit | None = None, tuned_limit: float = 0.0
     ) -> list[tuple[int, int, Any]]:
-        self.rescue = Rescue(self.meter, settings or RescueSettings(), phase=phase(60 * MIB), wait=self.wait)
+        found = phase(60 * MIB, tuned_limit)
+        self.rescue = Rescue(self.meter, settings or RescueSettings(), phase=found, wait=self.wait)
         return run_all(self.rescue, self.batch, limit or MicroBatchLimit(), self.attempt, self.noted)
 
 
@@ -189,11 +190,23 @@ def test_an_error_knows_whether_another_device_would_help(foreign_mib: int, one_
 def test_a_sample_that_does_not_fit_is_named_with_need_capacity_and_cards() -> None:
     device = Device(BatchCosts.of_samples([1, 40 * 2**30, 1]), fits=2**20)
     with pytest.raises(DoesNotFitError, match="Memory ran out for samples that may not be split further") as caught:
-        device.run(RescueSettings(retries=0))
+        device.run(RescueSettings(retries=0), tuned_limit=10 * GIB)
     message = str(caught.value)
     assert "sample 1 of the batch" in message
     assert "40.06 GiB are needed, 64.0 MiB are there" in message
     assert "48gb" in message
+
+
+def test_a_need_far_beyond_all_measured_sizes_is_not_printed_and_chooses_no_cards() -> None:
+    device = Device(BatchCosts.of_samples([1, 40 * GIB, 1]), fits=2**20)
+    with pytest.raises(DoesNotFitError) as caught:
+        device.run(RescueSettings(retries=0), tuned_limit=2 * MIB)
+    message = str(caught.value)
+    assert "sample 1 of the batch" in message
+    assert "Take a device of more than 64.0 MiB (rtx-3070-8gb" in message
+    assert "are needed" not in message
+    assert caught.value.details.need_bytes is None
+    assert "48gb" not in caught.value.details.cards
 
 
 def test_other_errors_pass() -> None:

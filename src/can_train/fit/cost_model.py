@@ -33,6 +33,9 @@ UNSEEN: Final = 0.01
 # Largest relative residual of probes that the features explain; probes that follow their features lie
 # within 0.1 %.
 EXPLAINED: Final = 0.02
+# Cost ÷ largest measured cost above which no need is printed: probes of samples of similar lengths do not tell whether
+# memory grows with the length or with its square, and twice the length is four times the square.
+_FAR: Final = 4
 AGREED: Final = 0.005  # Relative residual that ends the probes
 # Multiple of the residual without it that a negative coefficient of samples must reach at most.
 _LESS_HELPS: Final = 0.5
@@ -207,6 +210,10 @@ class SearchResult:
     def peak_bytes(self, cost: float) -> float:
         """Returns the predicted peak of a micro-batch, corrected by the ratio that the trials measured."""
         return self.model.peak_bytes(cost, ratio=self.measured_ratio)
+
+    def is_far(self, cost: float) -> bool:
+        """Tells whether a cost lies so far above all measured ones that its predicted peak may be much too high."""
+        return cost > _FAR * self.tuned_limit
 
     def cost_within(self, num_bytes: float) -> float:
         """Returns the cost whose peak on the line is `num_bytes`; negative where not even an empty batch fits."""

@@ -729,7 +729,8 @@ class Planner:
             num_oversize = _first_that_fits(rows[:num_unknown], lambda row: (measure(row) or 0) <= room)
         if not num_oversize:
             return None
-        predicted = phase.peak_bytes(float(each[0])) - state_bytes
+        cost = float(each[0])
+        predicted = None if phase.is_far(cost) else phase.peak_bytes(cost) - state_bytes
         need, needed = self._need(predicted, phase, limits, lambda: measure(int(rows[0])))
         return DoesNotFitError(
             f"{rule}, and {num_oversize} of {len(rows)} do not",
@@ -757,14 +758,14 @@ class Planner:
         )
 
     def _need(
-        self, predicted: float, phase: SearchResult, limits: DeviceLimits, measure: Callable[[], int | None]
+        self, predicted: float | None, phase: SearchResult, limits: DeviceLimits, measure: Callable[[], int | None]
     ) -> tuple[float, str]:
         """Returns the peak of a sample that does not fit, and a clause that says it: as predicted, or as measured where
-        the prediction does not explain it.
+        nothing predicts it (None), or the prediction does not explain it.
         """
         capacity_bytes, capacity = limits.capacity_bytes, size_text(limits.capacity_bytes)
         need: float | None = predicted
-        if not phase.model.explains or predicted <= capacity_bytes:
+        if predicted is None or not phase.model.explains or predicted <= capacity_bytes:
             measured = measure()
             need = measured if measured is not None or not phase.model.explains else predicted
         if need is None:

@@ -359,7 +359,9 @@ class Rescue:
 
     def _does_not_fit(self, batch: BatchCosts, start: int, stop: int, message: str) -> PartDoesNotFitError:
         settings, samples = self.settings, stop - start
-        need_bytes = None if self.phase is None else self.phase.peak_bytes(batch.cost(start, stop))
+        need_bytes, cost = None, batch.cost(start, stop)
+        if self.phase is not None and not self.phase.is_far(cost):
+            need_bytes = self.phase.peak_bytes(cost)
         details = describe_out_of_memory(self.meter, need_bytes, available_bytes=self._obtainable_bytes)
         if settings.adaptive:
             times = f" {settings.retries + 1} times in a row" if settings.retries else ""
