@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from can_train.fit.packing import BatchCosts, SplitRules
 from can_train.fit.plan import PlanRequest, costliest, resolve_plan, search_upper, spare_room
+from can_train.fit.run_plan import limits_notices
+from fakes.device_limits import limits
 
 
 def request(**changed: Any) -> PlanRequest:
@@ -223,3 +225,12 @@ def test_the_costliest_micro_batch_of_any_epoch_is_planned_for() -> None:
     plan = resolve_plan(asked, light, tuned_limit=70, other_epochs=[heavy])
     assert (plan.largest_cost, plan.most_parts) == (50, 2)
     assert plan.steps_per_epoch == 10
+
+
+def test_a_notice_of_a_full_batch_is_about_the_memory_of_its_samples() -> None:
+    (training, evaluation) = limits_notices(limits(0.5, 0.9, measured_ratio=0.5))
+    assert training == (
+        "The samples of a full batch of training took 50.0% of the memory predicted from small batches (units); the "
+        "sizes rest on the full batch"
+    )
+    assert evaluation == training.replace("training", "evaluation")

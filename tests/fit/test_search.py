@@ -672,6 +672,12 @@ def test_a_law_that_flattens_beyond_the_probes_is_followed() -> None:
     assert 0.95 <= limit.peak_bytes(limit.tuned_limit) / device.capacity <= 1
 
 
+def test_a_trial_below_the_peak_of_no_batch_keeps_the_slope_of_the_probes() -> None:
+    device = Device(law=lambda positions: 0.9 * BASE)
+    limit = device.find(upper=500 * MIB)
+    assert (limit.trials, limit.measured_ratio) == (1, 1.0)
+
+
 @pytest.mark.parametrize("gaps", [1.04, 1.12, 1.3])
 def test_what_the_allocator_holds_decides_whether_more_fits(gaps: float) -> None:
     device = Device(gaps=gaps)

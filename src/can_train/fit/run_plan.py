@@ -260,7 +260,8 @@ def limits_notices(limits: DeviceLimits) -> Iterator[str]:
             yield f"The memory of {mode} does not follow its features ({names}): {residual}; {basis}"
         elif not limits.recorded and abs(phase.measured_ratio - 1) > EXPLAINED:
             took = f"{phase.measured_ratio:.1%} of the memory predicted from small batches ({names})"
-            yield f"A full batch of {mode} took {took}; the sizes rest on the full batch"
+            # Of the samples alone: weights and state are in both peaks.
+            yield f"The samples of a full batch of {mode} took {took}; the sizes rest on the full batch"
     features, shares = limits.training.model.features, limits.training.mean_shares
     padded = dict.fromkeys(feature.name for feature in features if feature.padding)
     of_lengths = sum(share for feature, share in zip(features, shares, strict=True) if feature.name in padded)

@@ -465,7 +465,7 @@ def find_phase_limit(probes: ProbeFit, measure: Measure, order: BatchCosts, boun
     # Where there was no time for a trial, a probe may have shown that all that is wanted fits.
     is_enough = search.fits >= _UNITS or probes.largest_cost >= bounds.upper
     if untried > cost and model.explains and not search.ooms:
-        ratio = max(peak - model.base_bytes, 1.0) / cost
+        ratio = _measured_ratio(model, cost, peak)
         predicted = min((_UNTRIED_SHARE * bounds.capacity_bytes - model.base_bytes) / ratio, bounds.upper)
         if predicted > _NEARLY * cost:
             return SearchResult(model=model, tuned_limit=predicted, capped=True, measured_ratio=ratio,
@@ -477,9 +477,17 @@ def find_phase_limit(probes: ProbeFit, measure: Measure, order: BatchCosts, boun
         untried=untried if untried > cost else 0.0,
         trials=search.trials,
         ooms=search.ooms,
-        measured_ratio=max(peak - model.base_bytes, 1.0) / cost if cost else 1.0,
+        measured_ratio=_measured_ratio(model, cost, peak),
         mean_totals=mean_totals,
     )
+
+
+def _measured_ratio(model: CostModel, cost: float, peak_bytes: float) -> float:
+    """Returns measured ÷ predicted cost; 1, as the probes predict, where a peak does not show what the batch takes: it
+    lies below the peak that is predicted of no batch.
+    """
+    above_base = peak_bytes - model.base_bytes
+    return above_base / cost if above_base > 0 and cost else 1.0
 
 
 def confirm_limit(
@@ -504,7 +512,7 @@ def confirm_limit(
             capped=remembered.capped or wanted < remembered.tuned_limit,
             trials=1,
             confirmed=True,
-            measured_ratio=max(peak - model.base_bytes, 1.0) / cost,
+            measured_ratio=_measured_ratio(model, cost, peak),
             mean_totals=order.mean_counts(),
         )
     return None
@@ -610,7 +618,7 @@ def confirm_recorded(line: RecordedLine, trials: Trials, order: BatchCosts, boun
         tuned_limit=cost,
         capped=wanted >= bounds.upper,
         trials=1,
-        measured_ratio=max(peak_bytes - model.base_bytes, 1.0) / cost,
+        measured_ratio=_measured_ratio(model, cost, peak_bytes),
         mean_totals=mean_totals,
         recorded_share=peak_bytes / predicted_bytes,
     )
