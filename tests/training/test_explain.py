@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -18,7 +19,7 @@ from can_train.config.compose import RunRequest, resolve
 from can_train.config.settings import TrainingSettings
 from can_train.errors import RUN_FAILED, ConfigError
 from can_train.fit.prediction import ChunkedCrossEntropy, TaskStep
-from can_train.memory.allocation_trace import FIXED, GROWING, SAVED, AllocationTrace
+from can_train.memory.allocation_trace import DATA, FIXED, GROWING, SAVED, AllocationTrace
 from can_train.memory.catalogue import find_card
 from can_train.memory.cuda_library import NoCudaDispatchError, compiled_library
 from can_train.reporter import SilentReporter
@@ -267,6 +268,55 @@ def test_a_plan_with_v_names_the_largest_parts(tmp_path: Path, capsys: pytest.Ca
     # The plan predicts the peak whose parts these are.
     (peak,) = (float(line.split()[2]) for line in lines if line.strip().startswith("predicted peak"))
     assert float(lines[first].split(" peaks at ")[1].split()[0]) == pytest.approx(peak, rel=0.05)
+
+
+ROWS = """
+import torch
+from torch import nn
+import can_train
+
+class Rows(can_train.Task):
+    training = {"lr_batch_size": 32, "epochs": 1}
+
+    def datasets(self):
+        generator = torch.Generator().manual_seed(0)
+        rows = [*torch.randn(1000, 1024, generator=generator)]
+        return {"train": rows[:900], "validation": rows[900:]}
+
+    def model(self):
+        return nn.Linear(1024, 2)
+
+    def loss(self, model, batch):
+        return {"error": (model(batch).square().sum(), len(batch))}
+"""
+
+
+def test_data_that_live_on_the_device_are_a_part_of_the_peak_that_a_plan_predicts(
+    tmp_path: Path, explained: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.py").write_text(ROWS)
+    line = ("--task", f"{tmp_path / 'rows.py'}:Rows", "--device", "sim:64MiB")
+    on_device = explained("explain", *line)
+    off = explained("explain", *line, "--set", "training.data_on_device=off")
+    data_bytes = 1000 * 1024 * 4
+    check(on_device)
+    assert on_device["parts"][0] == {"kind": DATA, "module": "", "operation": "", "num_bytes": data_bytes}
+    assert on_device["savings"][0] == {
+        "change": "--set training.data_on_device=off", "num_bytes": data_bytes, "keeps_gradient": True
+    }  # fmt: skip
+    assert DATA not in off["kinds"]
+    assert on_device["peak_bytes"] - off["peak_bytes"] == data_bytes
+    runs = tmp_path / "runs"
+    assert main((*line, "-v", "--runs-dir", str(runs), "--state-dir", str(tmp_path))) == 0
+    printed = capsys.readouterr().err
+    assert f"  {data_bytes / 2**20:.1f} MiB  {DATA}" in printed
+    predicted, parts = (
+        re.findall(rf"{words} ([0-9.]+) MiB", printed) for words in ("predicted to peak at", "peaks at")
+    )
+    assert float(parts[0]) == pytest.approx(float(predicted[0]), rel=0.02)
+    (run,) = runs.iterdir()
+    written = json.loads((run / "memory_parts.json").read_text())
+    assert written["peak_bytes"] == on_device["peak_bytes"]
 
 
 def test_an_out_of_memory_that_ends_a_run_names_the_largest_parts(

@@ -35,11 +35,12 @@ SAVED: Final = "saved activations"  # made in a forward pass, and alive when its
 TEMPORARIES: Final = "temporaries"
 WORKSPACES: Final = "workspaces"
 BATCH: Final = "the batch's data"
+DATA: Final = "data on the device"  # that live there from the first step to the last
 ROUNDING: Final = "allocator rounding"
 # Of a peak that small batches predict, whose allocations are not known.
 FIXED: Final = "whatever the batch"
 GROWING: Final = "growing with the batch"
-KINDS: Final = (WEIGHTS, GRADIENTS, OPTIMIZER_STATE, SAVED, TEMPORARIES, WORKSPACES, BATCH, ROUNDING)
+KINDS: Final = (WEIGHTS, GRADIENTS, OPTIMIZER_STATE, SAVED, TEMPORARIES, WORKSPACES, BATCH, DATA, ROUNDING)
 OUTSIDE: Final = "(outside modules)"
 
 _UNLIMITED: Final = 2**50

@@ -26,7 +26,7 @@ from can_train.fit.rungs import SPLIT_ALONE, Rung, candidates, rungs_of
 from can_train.fit.search import pack_worst_case
 from can_train.io.records import text_or_nothing, write_json_atomic
 from can_train.io.units import counted, size_text
-from can_train.memory.allocation_trace import KINDS, ROUNDING, SAVED, MemoryPart
+from can_train.memory.allocation_trace import DATA, KINDS, ROUNDING, SAVED, MemoryPart
 from can_train.memory.catalogue import Card, find_card
 from can_train.memory.cuda_library import NoCudaDispatchError
 from can_train.memory.out_of_memory import CatchOutOfMemory
@@ -49,6 +49,7 @@ _RUNGS_S: Final = 30.0  # of CPU, after which no further rung is recorded: the p
 _OFFLOAD: Final = "--fit offload"
 _OFFLOAD_OPTIMIZER: Final = "--fit offload-optimizer"
 _RECOMPUTE: Final = "--fit recompute"
+_DATA_ON_HOST: Final = "--set training.data_on_device=off"
 _LARGEST: Final = 5  # modules whose recomputation is tried
 _CHUNKS: Final = 8  # of a cross entropy
 _LOGARITHMS: Final = ("_log_softmax", "nll_loss")  # operations of a cross entropy
@@ -149,6 +150,7 @@ def explain_attempt(run: ResolvedRun, folder: RunFolder, task: BatchTask, meter:
         with nothing_left_behind(), meter.host():
             plan = _plan_in(folder)
             explained = _on_host(_step(run, task, plan), meter.key, (), changes=False, fits=plan is not None)
+            explained = _beside_data(explained, plan, changes=False)
             explained.write(folder)
             return explained.lines
     except Exception:  # noqa: BLE001
@@ -190,7 +192,26 @@ def explain(  # noqa: PLR0913 - the step, and whether its changes are recorded
     changes: bool,
 ) -> Explanation:
     """Explains the costliest micro-batch of a plan on a device; of the costliest sample where there is no plan."""
-    step = _step(run, task, plan)
+    return _beside_data(_explain_step(_step(run, task, plan), target, plan, notices, changes=changes), plan,
+                        changes=changes)  # fmt: skip
+
+
+def _beside_data(explained: Explanation, plan: RunPlan | None, *, changes: bool) -> Explanation:
+    """Adds the data that live on the device by the plan: a step is recorded with a batch from the host."""
+    if plan is None or not plan.data.on_device:
+        return explained
+    num_bytes = plan.data.num_bytes
+    parts = (*explained.parts, MemoryPart(kind=DATA, module="", operation="", num_bytes=num_bytes))
+    savings = explained.savings
+    if changes:
+        savings = (*savings, Saving(change=_DATA_ON_HOST, num_bytes=num_bytes, keeps_gradient=True))
+    return replace(explained, parts=tuple(sorted(parts, key=lambda part: -part.num_bytes)),
+                   savings=tuple(sorted(savings, key=lambda saving: -saving.num_bytes)))  # fmt: skip
+
+
+def _explain_step(
+    step: TaskStep, target: UsableMemory, plan: RunPlan | None, notices: Sequence[str], *, changes: bool
+) -> Explanation:
     if target.resident_threads:
         card = find_card(target.key)
         try:
