@@ -21,7 +21,7 @@ from can_train.fit.explore import Explorer
 from can_train.fit.run_plan import limits_notices
 from can_train.memory.meters import SimulatedMeter
 from can_train.training.judgement import validation_loss
-from can_train.training.sample_task import tables
+from can_train.training.sample_task import _CALLED_IF_WRITTEN, tables
 from can_train.training.session import Session
 from can_train.training.train import make_session, train
 from fakes.line_fit import fixed, line_parts
@@ -682,6 +682,19 @@ def test_a_method_that_takes_the_arguments_of_the_task_is_no_helper(name: str, v
 def test_a_value_of_an_object_with_the_name_of_a_method_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"Words.{name} "):
         setattr(Words(), name, value)
+
+
+def test_data_of_an_object_may_have_the_name_of_a_method_that_the_class_does_not_have(tmp_path: Path) -> None:
+    class Keeps(TwoTerms):
+        def datasets(self) -> Mapping[str, Sequence[Any]]:
+            for name in _CALLED_IF_WRITTEN:
+                if getattr(TwoTerms, name) is getattr(Task, name):
+                    setattr(self, name, [name])
+            return super().datasets()
+
+    plain, keeps = trained(tmp_path / "plain", TwoTerms()), trained(tmp_path / "keeps", Keeps())
+    assert torch.equal(weights(plain), weights(keeps))
+    assert keeps.task.labels == ["labels"]  # type: ignore[attr-defined]
 
 
 def test_a_function_takes_the_place_of_a_method_in_an_object() -> None:

@@ -79,6 +79,9 @@ _LACKS_GRADIENTS: Final = re.compile(r"requires?[ _]grad|[Ii]nference tensor")  
 _DIGITS: Final = 4  # Significant ones of a figure that is shown
 _MOST_COLUMNS: Final = 4  # Of metrics, beside each other within 80 columns
 
+# Methods that are called only where the class has them: else an object may keep data under their names.
+_CALLED_IF_WRITTEN: Final = frozenset({"denominators", "draw", "features", "labels", "sampler"})
+
 Rows = NDArray[np.int64]
 
 
@@ -179,7 +182,8 @@ class Task(BatchTask):
         # Rows of a training may be others than the task's.
         if isinstance(own, property) or (isinstance(own, cached_property) and not isinstance(value, np.ndarray)):
             raise name_taken(type(self), name)
-        if isinstance(own, FunctionType):
+        is_called = name not in _CALLED_IF_WRITTEN or getattr_static(type(self), name) is not own
+        if isinstance(own, FunctionType) and (callable(value) or is_called):
             check_method(type(self), name, staticmethod(value) if isinstance(value, FunctionType) else value, Task)
         super().__setattr__(name, value)
 
