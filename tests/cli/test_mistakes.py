@@ -62,6 +62,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("training.lr=glob(*)", "The values of the sweep cannot be listed: training.lr=glob(*)"),
         ("training.lr=range(0,1,0)", "The values of the sweep cannot be listed: training.lr=range(0,1,0)"),
         ("cluster.setup=3", "cluster.setup must be a list, as [1,2]: 3"),
+        ("training.freeze=0.*", "must be a list, as [1,2]: '0.*'. Write it as --set 'training.freeze=[0.*]'"),
         ("training.lr=[1", "A value cannot be read: training.lr=[1. Write it as"),
         ("training.lr=", "training.lr must be a number: ''"),
         ("training.lr=inf", "training.lr must be a finite number: inf"),

@@ -28,6 +28,7 @@ KINDS: Final = {"Integer": "a whole number", "Float": "a number", "bool": "true 
 _SUGGESTIONS: Final = 5
 # The switch scheduler_after_batch says yes or no where scheduler_interval names the interval.
 TRANSLATIONS: Final = {"training.scheduler_interval": {"true": "step", "false": "epoch"}}
+_WORD: Final = re.compile(r"[\w.*/:-]+")  # Text that needs no quotes
 _COMMA_OUTSIDE_BRACKETS: Final = re.compile(r",(?![^\[({]*[\])}])")
 
 
@@ -147,7 +148,11 @@ def as_typed(error: ConfigError, overrides: Sequence[Override], before: Mapping[
         if name.search(error.rule):
             # Text of --set is Hydra's, and its settings are known by their keys.
             rule = error.rule if override.grammar else override.spelling.join(name.split(error.rule))
-            remedy = error.remedy or _preset_value(override, before.get(override.key))
+            is_word = override.grammar and _WORD.fullmatch(str(override.value))
+            in_list = (
+                f"Write it as --set '{key}=[{override.value}]'" if rule.endswith(KINDS["List"]) and is_word else ""
+            )
+            remedy = error.remedy or in_list or _preset_value(override, before.get(override.key))
             return _changed(error, rule, remedy)
     return _changed(error, error.rule, error.remedy or "Mend it in the preset or the file that has it")
 
