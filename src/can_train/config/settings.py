@@ -781,9 +781,9 @@ ALIASES: Final[Mapping[str, str]] = {
     "preflight_muon_threshold": "preflight_threshold",
     "mb_backoff_factor": "backoff_factor",
     "gradient_clip_val": "grad_clip_norm",
-    "scheduler_after_batch": "scheduler_interval",
     "schedule": "scheduler",
     "warmup": "warmup_share",
+    "scheduler_after_batch": "scheduler_interval",
 }
 """Alias to field of `TrainingSettings`; the names come from the projects that can-train unites."""
 
