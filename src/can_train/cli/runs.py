@@ -547,12 +547,6 @@ def _print_best(listed: RunList, metric: str, limit: int, *, as_json: bool) -> N
             figures = [result.value, *((min(values), max(values)) if has_parts else ())]
             rows.append((short_name(status.known.run_id), *(f"{value:.4g}" for value in figures), device_of(status),
                          _trained(status)))  # fmt: skip
-        tables.append(
-            TextTable(
-                f"{name}: best by {metric}",
-                columns,
-                rows,
-                [_meaning(metric, direction, parts=[result.parts for result in group])],
-            )
-        )
+        meaning = _meaning(metric, direction, parts=[result.parts for result in group])
+        tables.append(TextTable(f"{name}: best by {metric}", columns, rows, [meaning]))
     print_tables(tables, pipe_columns=COLUMNS)

@@ -447,13 +447,13 @@ def find_phase_limit(probes: ProbeFit, measure: Measure, order: BatchCosts, boun
     fits = min(int(probes.largest_cost / unit), _UNITS - 1)
     readings = [(fits, float(fits * unit))] if fits else []
 
-    def affordable(units: int, fits: int) -> int:
+    def affordable(units: int, fitted: int) -> int:
         """Halves a size until there is time to try it."""
         nonlocal untried
         if bounds.has_time(units * unit):
             return units
         untried = units * unit
-        while (units := units // 2) > _WORTH_A_TRIAL * fits:
+        while (units := units // 2) > _WORTH_A_TRIAL * fitted:
             if bounds.has_time(units * unit):
                 return units
         return 0
