@@ -36,6 +36,12 @@ class Details(SilentReporter):
         self.texts.append(text)
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits for a recorded process however slow the machine is: the tests of what it records are none of its speed."""
+    monkeypatch.setattr(limit_recorder, "_WAIT_S", float(limit_recorder._LIMIT_S))
+
+
 def own_run(folder: Path, text: str = CLASSIFIER, **training: object) -> ResolvedRun:
     task = write_task(folder / "mine", text)
     values = {f"training.{name}": value for name, value in ({"epochs": 1} | training).items()}
