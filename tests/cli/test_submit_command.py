@@ -586,14 +586,14 @@ def test_without_an_answer_of_slurm_what_is_known_is_said_in_time(
     for command in ("cancel", "resume"):
         begun = time.monotonic()
         assert main((command, "last")) == 2
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 30  # a program would answer after 60 s
         message = capsys.readouterr().err
         assert "cluster alpha, which has its job 41, does not answer here" in message
         assert "the run's files say: failed: no such data" in message
         assert "Give the same line on a login node of alpha, or here in a minute" in message
     begun = time.monotonic()
     assert main(("status", "last")) == 0
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30  # a program would answer after 60 s
 
 
 def hanging_sbatch(slurm: Path, monkeypatch: pytest.MonkeyPatch, *, taken: str, label: str = "") -> None:
