@@ -34,9 +34,10 @@ MIB = 2**20
 class FaultyLineTask(LineTask):
     """Points on a line, with dropout; once armed, the fault `how` happens at batch number `at`."""
 
-    def __init__(self, *, dropout: float, norm: bool, how: str, at: int, deep: bool = False) -> None:
+    def __init__(self, *, dropout: float, norm: bool, how: str, at: int, deep: bool = False,
+                 in_place: bool = False) -> None:  # fmt: skip
         super().__init__()
-        self.deep = deep
+        self.deep, self.in_place = deep, in_place
         self.dropout, self.norm, self.how, self.at = dropout, norm, how, at
         self.armed = False
         self.asked = 0
@@ -44,7 +45,7 @@ class FaultyLineTask(LineTask):
 
     def build_model(self) -> nn.Module:
         if self.deep:
-            return deep_model(self.dropout)
+            return deep_model(self.dropout, in_place=self.in_place)
         return nn.Sequential(
             nn.BatchNorm1d(4) if self.norm else nn.Identity(), super().build_model(), nn.Dropout(self.dropout)
         )
@@ -103,10 +104,28 @@ class Block(nn.Sequential):
         return x + y
 
 
-def deep_model(dropout: float) -> nn.Module:
+class Slice(Block):
+    """A residual block whose output is a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:]
+
+
+class InPlace(nn.Sequential):
+    """Modules whose outputs it changes in place; its own output is a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self:
+            x = module(x)
+            x *= 0.9
+        return x[:]
+
+
+def deep_model(dropout: float, *, in_place: bool) -> nn.Module:
     """Makes a model of three blocks, and of weights outside of them; few sizes can be divided by a number of ranks."""
-    blocks = [Block(nn.Linear(9, 7), nn.Tanh(), Failing(), nn.Linear(7, 9), nn.Dropout(dropout)) for _ in range(3)]
-    return nn.Sequential(nn.Linear(4, 9), *blocks, nn.Linear(9, 1))
+    block, model = (Slice, InPlace) if in_place else (Block, nn.Sequential)
+    blocks = [block(nn.Linear(9, 7), nn.Tanh(), Failing(), nn.Linear(7, 9), nn.Dropout(dropout)) for _ in range(3)]
+    return model(nn.Linear(4, 9), *blocks, nn.Linear(9, 1))
 
 
 class GrowingTask(FaultyLineTask):
@@ -192,6 +211,7 @@ def fit_line(
     odd: bool = False,
     growing: bool = False,
     deep: bool = False,
+    in_place: bool = False,
     broken: str = "",
     **training: Any,
 ) -> None:
@@ -207,6 +227,7 @@ def fit_line(
         odd: Whether points allocate other sizes on odd ranks.
         growing: Whether each epoch has more points.
         deep: Whether the model has blocks, which can be sharded one by one.
+        in_place: Whether the outputs of these blocks are views, which the model changes in place.
         broken: A fault of the passes on shards.
         training: Training settings.
     """
@@ -217,7 +238,7 @@ def fit_line(
         Shards._add_gradients = lambda self, parameters, summed: None  # type: ignore[method-assign]
     faulty_rank, how, at = fault
     given = {"dropout": dropout, "norm": norm, "how": how if faulty_rank == ranks.rank else "", "at": at,
-             "deep": deep}  # fmt: skip
+             "deep": deep, "in_place": in_place}  # fmt: skip
     plain = GrowingTask if growing else FaultyLineTask
     task = AllocatingLineTask(odd=odd and ranks.rank % 2 == 1, **given) if capacities_mib else plain(**given)
     parts = ranks.on_rank0_first(lambda: line_parts(folder, task, **training))

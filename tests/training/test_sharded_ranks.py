@@ -41,8 +41,16 @@ def relative_error(one: torch.Tensor, other: torch.Tensor) -> float:
         (3, {"recompute": ["*"], "optimizer": "sgd"}),
         (4, {"batch_size": 3, "micro_batch_size": 1, "epochs": 1}),
         (2, {"freeze": ["1", "4.bias"], "grad_noise": 0.1, "grad_clip_value": 0.3}),
+        (2, {"in_place": True}),
     ],
-    ids=["two", "four, clipped and averaged", "three, recomputed", "fewer samples than ranks", "frozen, with noise"],
+    ids=[
+        "two",
+        "four, clipped and averaged",
+        "three, recomputed",
+        "fewer samples than ranks",
+        "frozen, with noise",
+        "in place",
+    ],
 )
 def test_shards_train_the_weights_of_one_process(tmp_path: Path, ranks: int, training: dict[str, Any]) -> None:
     settings = {**EXACT, **training}

@@ -8,10 +8,12 @@ exactly these: a rank without samples enters them alone, and so does a rank whos
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import torch
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
 
 from can_train.errors import ConfigError, RankGoneError
 from can_train.fit.cost_model import ShardedWeights
@@ -423,11 +426,50 @@ def _fully_shard(
     for module in sorted(dict.fromkeys([*blocks, *roots]), key=lambda each: sum(1 for _ in each.modules())):
         if any(one not in kept and shard_of(one) is one for one in module.parameters()):
             fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=kept)
+            _gather_below_views(module)
             sharded.append(module)
     for parameter in model.parameters():
         if shard_of(parameter) is parameter:
             parameter.data = parameter.data.to(device)
     return sharded
+
+
+def _gather_below_views(module: Any) -> None:
+    """Gathers the weights of a module in the backward pass also after an operation in place on a view that it returned,
+    such as `y = layer(x); y += x`. PyTorch then drops the hook of `fully_shard`, which is one of the view; a hook of
+    the tensor that it is a view of stays.
+    """
+    # It warns of each view.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
+    state = module._get_fsdp_state()
+
+    def gather(has_gathered: list[bool], gradient: Tensor) -> None:
+        if not has_gathered:
+            state._pre_backward(gradient)
+
+    def watch(_: nn.Module, args: Any, keywords: Any, output: Any) -> None:
+        given = {id(_base(one)) for one in _tensors(args, keywords)}
+        for view in _tensors(output):
+            base = _base(view)
+            # Below an input are the modules before, after whose backward pass nothing is to be gathered.
+            if base is not view and view.requires_grad and base.requires_grad and id(base) not in given:
+                has_gathered = list[bool]()
+                view.register_hook(partial(_note, has_gathered))
+                base.register_hook(partial(gather, has_gathered))
+
+    module.register_forward_hook(watch, with_kwargs=True)
+
+
+def _note(has_gathered: list[bool], _: Tensor) -> None:
+    has_gathered.append(True)
+
+
+def _tensors(*values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _base(one: Tensor) -> Tensor:
+    return one if one._base is None else one._base
 
 
 def _tell_resizes(parameter: Any) -> None:

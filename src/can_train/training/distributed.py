@@ -334,12 +334,18 @@ class _Calls:
     def _work(self) -> None:
         while True:
             call, future = self._waiting.get()
+            result, failure = None, None
             try:
-                future.set_result(call())
+                result = call()
             except Exception as error:  # noqa: BLE001 - raised again where the result is waited for
-                future.set_exception(error)
-            # Else the last call's tensors would live until the next one.
-            del call, future
+                failure = error
+            # Before the waiting thread goes on, which may measure memory: the call holds tensors.
+            del call
+            if failure is None:
+                future.set_result(result)
+            else:
+                future.set_exception(failure)
+            del result, failure, future
 
 
 def _gathered(text: bytes, size: int) -> list[bytes]:
