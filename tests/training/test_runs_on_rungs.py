@@ -164,9 +164,11 @@ def test_a_rung_that_was_chosen_by_hand_is_not_the_first_of_later_runs(tmp_path:
     assert [name_of(plan["rung"]) for plan in (by_hand, later)] == ["offload", "split"]
 
 
-def test_a_rung_is_chosen_by_hand(tmp_path: Path) -> None:
-    plan = plan_of(train(tmp_path, RUNGS["split"], fit="recompute", recompute=["[0-3]"]))
+@pytest.mark.parametrize("size", [{}, {"micro_batch_size": 1}], ids=["searched", "fixed"])
+def test_a_rung_is_chosen_by_hand(tmp_path: Path, size: dict[str, int]) -> None:
+    plan = plan_of(train(tmp_path, RUNGS["split"], fit="recompute", recompute=["[0-3]"], **size))
     assert plan["rung"] == {**asdict(Rung()), "recompute": ["0", "1", "2", "3"]}
+    assert plan["rung_is_asked"]
 
 
 @pytest.mark.parametrize("fit", ["split", "off"])

@@ -241,7 +241,7 @@ class Planner:
             if request.searches:
                 return self._with_faster_rung(plan, factor)
             return replace(plan, fixed_size=_fixed_size(plan, factor))
-        plan = self._resolved(request, None, (), factor)
+        plan = replace(self._resolved(request, None, (), factor), rung_is_asked=self._rung_is_asked)
         is_fixed = request.micro_batch_size > 0 or request.rules.floor > 1
         # On a processor memory is the host's: the limit is not a fixed one, and probes cost seconds.
         if not is_fixed or isinstance(self.meter, CpuMeter):
@@ -255,6 +255,10 @@ class Planner:
         notices = (*plan.notices, *too_large_notices(predicted, limits, self.training))
         fixed_size = _fixed_size(replace(plan, phase_plan=predicted, limits=limits), factor)
         return replace(plan, fixed_size=fixed_size, notices=notices)
+
+    @property
+    def _rung_is_asked(self) -> bool:
+        return self.training.fit not in ("auto", "split", "off") or bool(self.training.recompute)
 
     def resolve(self, request: PlanRequest, limits: DeviceLimits, factor: FactorRule) -> RunPlan:
         """Resolves the plan; raises DoesNotFitError where samples do not fit and may not be skipped."""
@@ -317,8 +321,7 @@ class Planner:
             is_chosen = known is None and self.training.fit != "recompute" and not self.training.recompute
             if is_chosen and rung.recompute and not rung.offload:
                 made = self._with_fewest_modules(made, plan)
-            is_asked = self.training.fit not in ("auto", "split", "off") or bool(self.training.recompute)
-            return replace(self._with_effect(made), rung_is_asked=is_asked)
+            return replace(self._with_effect(made), rung_is_asked=self._rung_is_asked)
         raise on_no_rung(failures)
 
     def _without_recomputation(self, error: Exception, left: Sequence[Rung]) -> list[Rung]:

@@ -366,7 +366,8 @@ def _rung_lines(peaks: Mapping[str, float]) -> list[str]:
     sizes = [size_text(peak) for peak in peaks.values()]
     width = max(map(len, sizes), default=0)
     lines = [f"  {size:>{width}}  {name}" for name, size in zip(peaks, sizes, strict=True)]
-    return ["On the other rungs of --fit auto its peak is predicted to be:", *lines] if lines else []
+    heading = "On the other rungs of --fit auto its tensors are predicted to take (pages of the allocator add to it):"
+    return [heading, *lines] if lines else []
 
 
 def _part_text(part: Mapping[str, Any]) -> str:
