@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,24 @@ def test_a_run_that_trains_or_is_a_link_is_not_deleted(
     path.symlink_to(elsewhere)
     assert "not the folder of a run" in said(capsys, "delete", path.name, "--yes", *runs.flags, code=2)
     assert (elsewhere / "config.yaml").is_file()
+
+
+def test_nothing_changes_where_one_of_the_runs_cannot_be_deleted(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, _ = sorted((shelf.folder / "runs").iterdir())
+
+    def belongs_to_others(path: Path, mode: int, **options: bool) -> bool:
+        return Path(path) != second
+
+    line = ("delete", "0001", "0002", "--yes", *shelf.flags)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "access", belongs_to_others)
+        message = said(capsys, *line, code=2)
+    assert f"cannot be deleted: {second}: Permission denied" in " ".join(message.split())
+    assert listed(shelf, capsys) == [3, 2, 1]
+    assert (first / "config.yaml").is_file()
+    assert "Deleted 2 runs" in said(capsys, *line)
 
 
 def test_a_part_of_the_name_of_a_sweep_finds_its_runs_where_no_run_has_it(

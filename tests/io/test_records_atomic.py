@@ -1,9 +1,10 @@
 import errno
 import json
 import os
+import shutil
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from can_train.io.records import (
     open_to_append,
     place_refusal,
     read_text,
+    remove_folder,
     sketch,
     text_or_nothing,
     write_bytes_atomic,
@@ -170,3 +172,72 @@ def test_a_place_is_refused_before_anything_is_computed_for_it(tmp_path: Path) -
     assert place_refusal(tmp_path / "folder") == f"{tmp_path / 'folder'} is a folder"
     assert place_refusal(tmp_path / "none" / "new.csv") == f"{tmp_path / 'none'} is not there"
     assert place_refusal(tmp_path / "file" / "new.csv") == f"{tmp_path / 'file'} is a file"
+
+
+@contextmanager
+def another_user() -> Iterator[None]:
+    """Root may remove everything, and becomes a user who may not."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def made_run(folder: Path) -> Path:
+    """A folder with two files. Its path is relative: pytest closes the folders above it to other users."""
+    folder.chmod(0o777)
+    (run := Path("run") / "inner").mkdir(parents=True)
+    (run / "weights").touch()
+    (run.parent / "config").touch()
+    return run.parent
+
+
+@pytest.mark.parametrize("way", ["closed", "sticky"])
+def test_a_folder_that_may_be_renamed_but_not_emptied_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = made_run(tmp_path)
+    if way == "sticky" and os.geteuid() != 0:
+        pytest.skip("the folder must be another user's")
+    (run / "inner").chmod(0o1777 if way == "sticky" else 0o555)
+    if way == "sticky":
+        run.chmod(0o777)
+    with another_user(), pytest.raises(PermissionError):
+        remove_folder(run)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config", "inner", "run", "weights"]
+    (run / "inner").chmod(0o755)
+    remove_folder(run)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("removed", ["", "weights"])
+def test_a_folder_has_its_name_again_only_where_nothing_of_it_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = made_run(tmp_path)
+
+    def fail(folder: Path, **options: bool) -> None:
+        if removed:
+            (folder / "inner" / removed).unlink()
+        raise OSError(errno.EBUSY, "Device or resource busy", str(folder))
+
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    with pytest.raises(OSError, match="busy"):
+        remove_folder(run)
+    assert run.is_dir() == (not removed)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_folder_is_set_aside_where_errors_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = made_run(tmp_path)
+    (run / "inner").chmod(0o555)
+    with another_user():
+        remove_folder(run, ignore_errors=True)
+    assert not run.exists()

@@ -3,13 +3,14 @@ entries in the registry. What their attempts taught stays.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from can_train.cli.output import ask_to_delete, print_json, print_text
 from can_train.cli.run_locator import AsJson, RunLocator, Runs, RunsDir, StateDir, Yes
 from can_train.errors import RunError
-from can_train.io.records import is_folder, remove_folder
+from can_train.io.records import check_removable, is_folder, remove_folder
 from can_train.io.units import counted, local_time, size_text
 from can_train.report.run_list import RunFilter, RunList
 from can_train.runs.run_folder import CONFIG, short_name
@@ -46,13 +47,16 @@ def delete(
 
 
 def check_deletable(locator: RunLocator, statuses: Sequence[RunStatus]) -> None:
-    """Checks that runs have ended, are folders of runs, and that no other run builds on them.
+    """Checks that runs have ended, are folders of runs that this user may delete, and that no other run builds on them.
 
     Raises:
         RunError: A run may not be deleted; none has been.
     """
     for status in statuses:
         _check_ended(status)
+        with _naming(status.known):
+            for place in _places(locator, status.known):
+                check_removable(place)
     chosen = {str(status.known.folder.path.resolve()) for status in statuses}
     ids = {status.known.run_id for status in statuses}
     listed = RunList(locator.runs(), locator.state_folder, slurm).select(RunFilter())
@@ -92,11 +96,20 @@ def delete_run(locator: RunLocator, run: KnownRun) -> None:
     Raises:
         RunError: The folder cannot be deleted.
     """
-    entry = locator.registry.entry(run.run_id).parent
+    with _naming(run):
+        for place in _places(locator, run):
+            remove_folder(place)
+
+
+def _places(locator: RunLocator, run: KnownRun) -> list[Path]:
+    """Returns the folder of a run and its entry in the registry, as far as they exist."""
+    return [place for place in (run.folder.path, locator.registry.entry(run.run_id).parent) if is_folder(place)]
+
+
+@contextmanager
+def _naming(run: KnownRun) -> Iterator[None]:
     try:
-        for place in (run.folder.path, entry):
-            if is_folder(place):
-                remove_folder(place)
+        yield
     except OSError as error:
         raise RunError("The run cannot be deleted", value=f"{run.path}: {error.strerror}",
                        remedy="Ask the owner of the folder to delete it") from error  # fmt: skip

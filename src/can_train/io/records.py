@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from io import FileIO, UnsupportedOperation
 from pathlib import Path
-from stat import S_ISREG
+from stat import S_ISREG, S_ISVTX
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, TextIO, TypeVar
 
@@ -129,7 +129,8 @@ def temporary_beside(path: Path) -> Path:
 
 
 def remove_folder(folder: Path, *, ignore_errors: bool = False) -> None:
-    """Removes a folder in one step, so that nobody takes half of it for the whole.
+    """Removes a folder in one step, so that nobody takes half of it for the whole. A folder of which nothing can be
+    removed stays as it is.
 
     Args:
         folder: The folder.
@@ -139,8 +140,52 @@ def remove_folder(folder: Path, *, ignore_errors: bool = False) -> None:
         OSError: It cannot be removed.
     """
     aside = temporary_beside(folder)
+    if ignore_errors:
+        folder.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+        return
+    # Whoever may write to the parent can rename the folder, also where the files in it are another user's.
+    check_removable(folder)
+    before = _paths_in(folder)
     folder.rename(aside)
-    shutil.rmtree(aside, ignore_errors=ignore_errors)
+    try:
+        shutil.rmtree(aside)
+    except OSError:
+        # A file that is immutable, or that a network file system holds open. A folder that lacks files must not have
+        # its name again.
+        if is_folder(aside) and _paths_in(aside) == before:
+            aside.rename(folder)
+        raise
+
+
+def check_removable(folder: Path) -> None:
+    """Checks, by owners and modes, that this user may remove a folder and everything in it.
+
+    Raises:
+        OSError: Something in it cannot be removed.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    _check_may_remove(folder.parent, [folder.name])
+    for place, folders, files in os.walk(folder, onerror=fail):
+        _check_may_remove(Path(place), [*folders, *files])
+
+
+def _check_may_remove(place: Path, names: Sequence[str]) -> None:
+    if names and not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+    status, user = place.stat(), os.geteuid()
+    # In a sticky folder, each user removes only the entries that are the user's own.
+    if status.st_mode & S_ISVTX and user not in (0, status.st_uid):
+        for name in names:
+            if (place / name).lstat().st_uid != user:
+                raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(place / name))
+
+
+def _paths_in(folder: Path) -> set[Path]:
+    return {path.relative_to(folder) for path in folder.rglob("*")}
 
 
 def write_bytes_atomic(path: Path, data: bytes) -> None:
