@@ -240,6 +240,23 @@ def test_the_state_is(name: str) -> None:
     assert found.certain
 
 
+UNSAVED = "by SIGTERM, before a checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("facts", "sentence"),
+    [(of_job("crun", begun("crun", "terminated", message=UNSAVED)), "before a checkpoint"),
+     (of_job("crun", begun("crun", "killed", message="killed by signal 9")), ""),
+     (of_job("timeout", begun("timeout", "terminated", message=UNSAVED)),
+      "its limit of 00:01:00 was up, before a checkpoint"),
+     (packed("terminated", message=UNSAVED), f"on n1; an attempt ended ({UNSAVED}), its job has not"),
+     (replace(cancelled_as_it_was_put_back(), attempts=[attempt(1, "9_1", "terminated", message=UNSAVED)]),
+      "while its job was put back into the queue")],
+)  # fmt: skip
+def test_an_attempt_that_was_stopped_before_a_checkpoint_has_saved_nothing(facts: RunFacts, sentence: str) -> None:
+    assert infer_run_state(facts).sentence == sentence
+
+
 def test_a_job_that_waits_for_the_others_of_a_pack_is_no_job_of_the_run_that_failed() -> None:
     """`cancel` would call the run cancelled, and `resume` would refuse to start it."""
     assert live_row(waits_for_others(attempt(1, "9", "failed"))) is None

@@ -156,6 +156,11 @@ class AttemptEnd:
     rank: int | None = 0  # of the process that recorded this; None: recorded after the job
     host: str = ""  # name of the machine; the scheduler's name if it has one
 
+    @property
+    def has_saved(self) -> bool:
+        """Whether a signal ended the attempt after a checkpoint: the process saves before it leaves."""
+        return self.ending in _UNSAVED and self.message != _UNSAVED[self.ending]
+
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmContext:

@@ -282,7 +282,9 @@ def _ended_by_slurm(cause: str, row: AccountRow, end: AttemptEnd | None) -> str:
         NODE_FAILURE: f"of {row.nodes}" if row.nodes else "",
         PREEMPTED: f"on {row.nodes}, by a job that comes before it" if row.nodes else "",
     }
-    saved = "saved before it ended" if end is not None and end.ending not in ("failed", "rank_gone") else ""
+    saved = ""
+    if end is not None and end.ending in ("time_limit", "terminated", "interrupted"):
+        saved = "saved before it ended" if end.has_saved else "before a checkpoint"
     # Why the job was not put back into the queue.
     message = end.message if end is not None and end.ending == "time_limit" else ""
     return ", ".join(filter(None, [words.get(cause), message or saved]))
@@ -363,7 +365,7 @@ def infer_run_state(facts: RunFacts) -> RunState:
         # The job was requeued, and left the queue again before this look.
         attempt = facts.attempts[-1] if facts.attempts else None
         if attempt is not None and _was_cancelled(attempt, facts):
-            saved = ", saved" if attempt.end is not None and attempt.end.ending == "terminated" else ""
+            saved = ", saved" if attempt.end is not None and attempt.end.has_saved else ""
             return RunState(CANCELLED, f"while its job was put back into the queue{saved}")
         return RunState(FAILED, state.sentence or "it left the queue, and SLURM does not say why")
     return state
@@ -392,7 +394,7 @@ def infer_attempt_state(attempt: AttemptFacts, facts: RunFacts) -> RunState:
         return state
     if _came_back(attempt, facts):
         # SLURM is not asked about the jobs of a finished run, and its accounting lags by seconds.
-        return RunState(REQUEUED, _BY_ENDING["terminated"][1] if attempt.end else "")
+        return RunState(REQUEUED, _recorded(attempt.end).sentence if attempt.end else "")
     row = live_row(facts)
     is_leaving = is_last and row is not None and row.job == job
     return replace(state, certain=not is_leaving or _was_cancelled(attempt, facts))
@@ -466,7 +468,7 @@ def _state_in_queue(row: scheduler.QueueRow, facts: RunFacts) -> RunState:
             # Its job may still train other runs.
             return _recorded(last.end)
         # The job is about to leave the queue or to be requeued, or its next attempt is about to begin.
-        ended = _BY_ENDING["terminated"][1] if is_asked_to_leave else _in_words(_recorded(last.end))
+        ended = _recorded(last.end).sentence if is_asked_to_leave else _in_words(_recorded(last.end))
         return RunState(RUNNING, f"{where}; an attempt ended ({ended}), its job has not")
     if row.state in scheduler.SUSPENDED:
         return RunState(SUSPENDED, f"{where}; it trains on when SLURM resumes its job")
