@@ -636,9 +636,8 @@ sys.stdout.flush()
 @pytest.mark.parametrize(
     ("package", "strategy", "ranks"),
     [
-        ("lightning.pytorch", "ddp", 2),
+        ("pytorch_lightning", "ddp", 2),
         ("lightning.pytorch", "ddp_find_unused_parameters_true", 2),
-        ("pytorch_lightning", "auto", 1),
     ],
 )
 def test_ranks_and_both_names_of_lightning_are_served(tmp_path: Path, package: str, strategy: str, ranks: int) -> None:

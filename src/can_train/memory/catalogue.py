@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -355,6 +356,12 @@ def several_of(key: str, count: int) -> str:
     return key if count == 1 else f"{count}x{key}"
 
 
+@cache
+def _torch_version() -> str:
+    # Reads a file of 150 KiB: the catalogue's cards would take a second.
+    return version("torch")
+
+
 def usable(card: Card, measured: GpuConstants | None = None) -> UsableMemory:
     """Subtracts the memory that a training on one GPU cannot use from a card's memory.
 
@@ -365,7 +372,7 @@ def usable(card: Card, measured: GpuConstants | None = None) -> UsableMemory:
     if measured is None:
         _, context, _ = context_bytes(card)
         workspace_bytes = _OLD_WORKSPACE_BYTES if card.generation in _OLD_GENERATIONS else _WORKSPACE_BYTES
-        if shares_workspaces(version("torch")):
+        if shares_workspaces(_torch_version()):
             workspace_bytes = min(workspace_bytes, _SHARED_WORKSPACE_BYTES)
         runtime = "HIP" if card.generation == ROCM else "CUDA"
         uses.append(MemoryUse(f"{runtime} context and the libraries' kernels", context))
