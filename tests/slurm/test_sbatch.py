@@ -312,6 +312,34 @@ def test_teardown_lines_run_after_a_training_whatever_its_end_and_change_no_stat
     assert (ended.returncode, ended.stdout) == (3, "bye\nafter\n")
 
 
+# Of these, `bash -n` refuses only the first two.
+UNENDED = (["echo bye", "echo it's done"], ["echo bye", ")"], ["echo bye", "cat > /dev/null << END"],
+           ["echo bye", "true \\"], ["echo bye", "true &"])  # fmt: skip
+
+
+@pytest.mark.parametrize("lines", UNENDED)
+def test_no_line_of_teardown_switches_off_what_is_done_after_it(lines: list[str]) -> None:
+    teardown = written(ClusterSettings(time="90", teardown=lines)).partition("# teardown\n")[2]
+    ended = subprocess.run(["bash", "-c", f"PYTHON() {{ echo after; }}\n(exit 3)\n{teardown}"], capture_output=True,
+                           text=True, check=False)  # fmt: skip
+    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (3, "after")
+
+
+@pytest.mark.parametrize("lines", UNENDED[2:])
+def test_no_line_of_setup_takes_the_lines_after_it(tmp_path: Path, lines: list[str]) -> None:
+    ended = set_up(tmp_path, *lines)
+    assert (ended.returncode, ended.stdout) == (0, f"bye\n{tmp_path}/python\n")
+    assert set_up(tmp_path, *lines[:-1], "here=1", lines[-1]).returncode == 0
+
+
+def test_teardown_lines_have_the_functions_and_variables_of_setup_lines() -> None:
+    text = written(ClusterSettings(time="90", setup=["put() { echo $1; }", "x=5"], teardown=["put $x"]))
+    setup, _, rest = text.partition("# command")
+    ended = subprocess.run(["bash", "-c", f"PYTHON() {{ :; }}\n{setup}\n{rest.partition('# teardown')[2]}"],
+                           capture_output=True, text=True, check=False)  # fmt: skip
+    assert ended.stdout == "5\n", ended.stderr
+
+
 def test_a_job_finds_the_programs_of_slurm_whatever_its_setup_makes_of_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

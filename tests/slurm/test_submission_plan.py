@@ -296,6 +296,8 @@ def test_a_setup_that_no_shell_can_read_is_refused(tmp_path: Path) -> None:
     check_options(ClusterSettings(executor="slurm", setup=["if true; then", "module load x", "fi"]))
     with pytest.raises(ConfigError, match=r"cluster.setup is no script .* can read: line 3: syntax error: unex"):
         check_options(ClusterSettings(executor="slurm", setup=["if true; then", "module load x"]))
+    with pytest.raises(ConfigError, match=r"cluster.teardown is no script .* can read: line 1: unexpected EOF"):
+        check_options(ClusterSettings(executor="slurm", teardown=["echo it's done"]))
 
 
 def test_a_run_that_waits_for_another_one_trains_its_own_weights(tmp_path: Path) -> None:

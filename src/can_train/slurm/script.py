@@ -342,7 +342,12 @@ def parameters(
             "set +e",
         ],
         # In a shell of their own, which a line may leave.
-        "teardown": ["status=$?", *(["(", *cluster.teardown, ")"] if cluster.teardown else []), end, 'exit "$status"'],
+        "teardown": [
+            "status=$?",
+            *(["(", *_evaluated(cluster.teardown), ")"] if cluster.teardown else []),
+            end,
+            'exit "$status"',
+        ],
         # Since SLURM 22.05 a step no longer inherits --cpus-per-task from its job.
         "srun_args": [
             # A run that fails does not end the runs beside it.
@@ -400,7 +405,7 @@ def _setup(cluster: ClusterSettings, imports: Sequence[str], after_job: str) -> 
     failed = ('failed=$?; [ "${#BASH_SOURCE[@]}" -gt "$depth" ] || '
               f'end_setup "$failed" "{SETUP_ENDED} $failed: $BASH_COMMAND"')  # fmt: skip
     trap = ["depth=${#BASH_SOURCE[@]}", f"trap {shlex.quote(failed)} ERR"]
-    lines = [*trap, *cluster.setup, "trap - ERR"] if cluster.setup else []
+    lines = [*trap, *_evaluated(cluster.setup), "trap - ERR"] if cluster.setup else []
     if cluster.container:
         return [*end, *lines]
     submitted = shlex.quote(sys.executable)
@@ -416,6 +421,15 @@ def _setup(cluster: ClusterSettings, imports: Sequence[str], after_job: str) -> 
     )
     return [*end, f'first_python="{_FIRST_PYTHON}"', *lines, *choice,
             f'[ "$python" = {submitted} ] || {check}{shlex.quote(remedy)}']  # fmt: skip
+
+
+def _evaluated(lines: Sequence[str]) -> list[str]:
+    """Returns the line that runs a user's lines in the shell of the job's script. They are the text of one argument: a
+    parenthesis too many, a here-document without an end, or a last line that ends with a backslash would otherwise
+    change the lines of can-train after them.
+    """
+    text = "\n".join(lines)
+    return [f"eval {shlex.quote(text)}"]
 
 
 def _programs_path() -> list[str]:

@@ -524,16 +524,12 @@ def _mounts_notice(cluster: ClusterSettings) -> str:
 
 def check_options(cluster: ClusterSettings) -> None:
     """Raises ConfigError if sbatch or srun of the cluster does not know an option, or refuses its value, or if no shell
-    can read `cluster.setup`.
+    can read `cluster.setup` or `cluster.teardown`.
     """
     if cluster.executor != "slurm":
         return
-    # An `if` that is not closed would end the job's script, where the error names a line of that script.
-    syntax = client.run_command("bash", "-n", "-c", "\n".join(cluster.setup)) if cluster.setup else None
-    if syntax is not None and syntax.status not in (0, None):
-        error = re.sub(r"^bash: (?:-c: )?", "", syntax.errors.strip().partition("\n")[0])
-        raise ConfigError("cluster.setup is no script that bash can read", value=error,
-                          remedy="Its items are the lines of the script, in order")  # fmt: skip
+    for name in ("setup", "teardown"):
+        _check_syntax(name, getattr(cluster, name))
     for argument in cluster.srun_args:
         name = argument.removeprefix("--").partition("=")[0]
         if not argument.startswith("--") or name in _SRUN_BY_CAN_TRAIN:
@@ -546,6 +542,15 @@ def check_options(cluster: ClusterSettings) -> None:
     if refusal := client.refused_option(client.SBATCH, options):
         raise ConfigError("sbatch of this cluster refuses an option of the job", value=refusal,
                           remedy="Options: sbatch --help. Values: man sbatch")  # fmt: skip
+
+
+def _check_syntax(name: str, lines: Sequence[str]) -> None:
+    # An `if` that is not closed would end the job, or what is done after the training, only when the job runs.
+    syntax = client.run_command("bash", "-n", "-c", "\n".join(lines)) if lines else None
+    if syntax is not None and syntax.status not in (0, None):
+        error = re.sub(r"^bash: (?:-c: )?", "", syntax.errors.strip().partition("\n")[0])
+        raise ConfigError(f"cluster.{name} is no script that bash can read", value=error,
+                          remedy="Its items are the lines of the script, in order")  # fmt: skip
 
 
 def _check_names(cluster: ClusterSettings, places: Sequence[Partition], partitions: Sequence[Partition]) -> None:
