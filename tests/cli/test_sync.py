@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,54 @@ def test_a_copied_run_is_listed_as_where_it_was_trained(
     flags = ("--runs-dir", str(tmp_path / "copies"), "--state-dir", str(tmp_path / "other"))
     shown = said(capsys, "status", "0002", *flags)
     assert r"no \x1b[31mdata; as of" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("place", "typed"), [("a place/größe", "'a place/größe'"), ("me@there:~/a place", "~/'a place'")]
+)  # fmt: skip
+def test_the_lines_to_look_at_copies_can_be_typed(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    place: str, typed: str,
+) -> None:  # fmt: skip
+    machine(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a place").mkdir()
+    copied = said(capsys, "sync", "0001", "0002", place, *runs.flags)
+    for line in ("can-train status ", "can-train runs --limit 0 "):
+        (line,) = (printed for printed in copied.splitlines() if line in printed)
+        assert line.endswith(f" --runs-dir {typed}")
+
+
+def machine(tmp_path: Path) -> None:
+    """Another machine, which is this one; `gone` is none."""
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.write_text(f"""#!/bin/bash
+if [ "$1" = gone ]; then echo "ssh: Could not resolve hostname gone: Name or service not known" >&2; exit 255; fi
+until [ "$1" = rsync ]; do shift; done
+HOME={tmp_path}
+cd; exec "$@"
+""")
+    ssh.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [("gr ö/b c/d", "mkdir -p 'gr ö/b c'"), ("me@there:a/b c/d", """ssh me@there 'mkdir -p '"'"'a/b c'"'"''"""),
+     ("gone:x", "can log in there: ssh gone")],
+)  # fmt: skip
+def test_a_missing_folder_or_machine_is_named_with_the_line_that_helps(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    place: str, words: str,
+) -> None:  # fmt: skip
+    machine(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    line = ("archive", "0001", place, "--yes", *runs.flags)
+    message = said(capsys, *line, code=2)
+    assert words in message
+    if "mkdir" in words:
+        (making,) = (each for each in message.splitlines() if "mkdir" in each)
+        subprocess.run(making.replace("ssh me@there", "sh -c"), shell=True, check=True, env={"PATH": "/usr/bin:/bin"})
+        assert "Deleted 1 run" in said(capsys, *line)
 
 
 def test_a_damaged_record_of_a_copy_tells_nothing(

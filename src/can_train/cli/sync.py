@@ -3,18 +3,19 @@ that only this machine knows, so that they are listed and shown there as here.
 """
 
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Final
 
 import typer
 
 from can_train.cli.output import ask_to_delete, print_json, print_text, print_wrapped
 from can_train.cli.run_locator import AsJson, RunLocator, RunsDir, StateDir, Yes
-from can_train.errors import ConfigError, RunError, with_command_name
+from can_train.errors import ConfigError, RunError
 from can_train.io.records import this_host, utc_now, write_document
 from can_train.io.units import counted, size_text
 from can_train.runs.registry import RunLabels
@@ -22,6 +23,8 @@ from can_train.runs.run_folder import short_name
 from can_train.runs.status import COPY, CopyRecord, RunStatus
 
 _REMOTE: Final = re.compile(r"(?:[\w.-]+@)?[\w][\w.-]*:.+")
+_NO_PARENT: Final = re.compile(r"mkdir .* failed: No such file or directory")
+_SSH_FAILED: Final = 255  # exit status of rsync where ssh reached no machine
 _PLACE: Final = typer.Argument(help="Runs or sweeps, then a folder, or a place of another machine: user@host:path.",
                                metavar="RUN... PLACE")  # fmt: skip
 
@@ -73,8 +76,8 @@ def archive(
 def _split(names: Sequence[str], command: str) -> tuple[list[str], str]:
     *runs, place = names
     if not runs:
-        raise ConfigError("PLACE is missing", value=place,
-                          remedy=f"Name a folder or a machine: can-train {command} {place} user@host:runs")  # fmt: skip
+        line = f"can-train {command} {shlex.quote(place)} user@host:runs"
+        raise ConfigError("PLACE is missing", value=place, remedy=f"Name a folder or a machine: {line}")
     # A place that begins with a hyphen would be an option of rsync or ssh.
     if place.startswith("-") or (":" in place and not _REMOTE.fullmatch(place) and "/" not in place.partition(":")[0]):
         raise ConfigError("A place is a folder or user@host:path", value=repr(place), remedy="Write it as me@host:runs")
@@ -97,12 +100,22 @@ def _copy(locator: RunLocator, statuses: Sequence[RunStatus], place: str, *, as_
         print_json([{"run_id": status.known.run_id, "place": place} for status in statuses])
         return
     print_text(f"Copied {counted(len(statuses), 'run')} to {place}.")
-    folder = place.rpartition(":")[2] if _REMOTE.fullmatch(place) else place
     # --runs-dir adds a folder to the runs that a machine knows, and a list has only the newest of all.
-    name, where = short_name(statuses[0].known.run_id), f"--runs-dir {folder}"
-    print_wrapped(with_command_name(f"Look there: can-train status {name} {where}"))
+    name, where = short_name(statuses[0].known.run_id), f"--runs-dir {_quoted(_split_place(place)[1])}"
+    print_wrapped(f"Look there:\n  can-train status {name} {where}")
     if len(statuses) > 1:
-        print_wrapped(with_command_name(f"List all there: can-train runs --limit 0 {where}"))
+        print_wrapped(f"List all there:\n  can-train runs --limit 0 {where}")
+
+
+def _split_place(place: str) -> tuple[str, str]:
+    """Returns the machine, empty for this one, and the folder."""
+    machine, _, folder = place.partition(":") if _REMOTE.fullmatch(place) else ("", "", place)
+    return machine, folder
+
+
+def _quoted(folder: str) -> str:
+    # A quoted tilde would be a folder of that name.
+    return f"~/{shlex.quote(folder[2:])}" if folder.startswith("~/") and folder != "~/" else shlex.quote(folder)
 
 
 def _describe(status: RunStatus, labels: RunLabels) -> CopyRecord:
@@ -123,13 +136,31 @@ def _rsync(options: Sequence[str], folders: Sequence[Path], place: str) -> str:
     program = shutil.which("rsync")
     if program is None:
         raise RunError("rsync is not installed", remedy="Install it here and there: apt-get install rsync")
-    target = place if _REMOTE.fullmatch(place) else str(Path(place).expanduser().absolute())
-    # An argument list: no shell reads a name. `--protect-args` keeps the other machine's shell from it, too.
-    command = [program, "--archive", "--partial", "--protect-args", "--exclude=/*/lock", *options, "--",
-               *(str(folder.absolute()) for folder in folders), f"{target.rstrip('/')}/"]  # fmt: skip
+    machine, folder = _split_place(place)
+    # An argument list: no shell reads a name. `--protect-args` keeps the other machine's shell from it, too, which
+    # would expand a tilde. Folders there are below the home directory anyway.
+    target = f"{machine}:{folder.removeprefix('~/')}" if machine else str(Path(place).expanduser().absolute())
+    command = [program, "--archive", "--partial", "--protect-args", "--8-bit-output", "--exclude=/*/lock", *options,
+               "--", *(str(folder.absolute()) for folder in folders), f"{target.rstrip('/')}/"]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if result.returncode:
-        lines = [line for line in result.stderr.splitlines() if line.strip()] or [f"exit status {result.returncode}"]
-        raise RunError("The runs could not be copied", value=f"rsync: {lines[0]}",
-                       remedy=f"Check that you can write to {place}")  # fmt: skip
+        raise _refusal(result, place)
     return result.stdout
+
+
+def _refusal(result: subprocess.CompletedProcess[str], place: str) -> RunError:
+    machine, folder = _split_place(place)
+    lines = [line for line in result.stderr.splitlines() if line.strip()] or [f"exit status {result.returncode}"]
+    # rsync makes only the last folder of a path. The user makes the folders above it: a disk may not be mounted.
+    if _NO_PARENT.search(result.stderr):
+        parent = str(PurePosixPath(folder.rstrip("/")).parent)
+        making = f"mkdir -p {_quoted(parent)}"
+        if machine:
+            making = shlex.join(["ssh", machine, making])
+        return RunError("The folder in which the copies' folder would be made is missing",
+                        value=f"{machine}:{parent}" if machine else parent,
+                        remedy=f"Make it:\n  {making}\nThen give the same line again")  # fmt: skip
+    remedy = f"Check that you can write to {place}"
+    if machine and (result.returncode == _SSH_FAILED or lines[0].startswith("ssh: ")):
+        remedy = f"Check that you can log in there: ssh {machine}"
+    return RunError("The runs could not be copied", value=f"rsync: {lines[0]}", remedy=remedy)
