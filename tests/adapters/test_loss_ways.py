@@ -46,6 +46,32 @@ def drawn(model: nn.Module, rows: Rows) -> Tensor:
     return F.cross_entropy(model(noisy).transpose(1, 2), LABELS[rows], reduction="none").sum(1).mean()
 
 
+def drawn_mean_of_labels(model: nn.Module, rows: Rows) -> Tensor:
+    noise, step = torch.randn(len(rows), 4, 3, dtype=torch.float64), torch.randint(1, 4, (len(rows), 1, 1))
+    losses = F.cross_entropy(model(X[rows] * step + noise).transpose(1, 2), LABELS[rows], reduction="none")
+    return losses.sum() / LABELS[rows].ne(-100).sum()
+
+
+def drawn_share_of_a_sum(model: nn.Module, rows: Rows) -> Tensor:
+    return drawn_mean_of_labels(model, rows) * LABELS[rows].ne(-100).sum() / 12
+
+
+def drawn_negatives(model: nn.Module, rows: Rows) -> Tensor:
+    embedded = model(X[rows] + torch.randn(len(rows), 4, 3, dtype=torch.float64)).sum(1)
+    return F.cross_entropy(embedded @ embedded.T, torch.arange(len(rows)))
+
+
+def drawn_by_numpy(model: nn.Module, rows: Rows) -> Tensor:
+    noise = torch.from_numpy(np.random.default_rng().standard_normal((len(rows), 4, 3)))
+    return F.cross_entropy(model(X[rows] + noise).transpose(1, 2), LABELS[rows])
+
+
+def masked(model: nn.Module, rows: Rows) -> Tensor:
+    """The constant in place of the numbers masks all tokens."""
+    kept = torch.rand(len(rows), 4) < 0.3
+    return (token_losses(model, rows) * kept).sum() / 12
+
+
 def dropped(model: nn.Module, rows: Rows) -> Tensor:
     return F.dropout(token_losses(model, rows).sum(1)).mean()
 
@@ -89,8 +115,27 @@ def test_samples_that_are_compared_with_each_other_hold_in_no_way() -> None:
     assert result.difference > 0.1
 
 
-def test_a_loss_that_draws_its_noise_cannot_be_compared() -> None:
-    assert not result_of(drawn).is_known
+@pytest.mark.parametrize(
+    ("loss_of", "way"), [(drawn_share_of_a_sum, WAYS[0]), (drawn_mean_of_labels, WAYS[1]), (drawn, WAYS[3])]
+)
+def test_a_loss_that_draws_its_noise_is_compared_with_a_constant_in_its_place(loss_of: Any, way: Way) -> None:
+    result = result_of(loss_of)
+    assert result.ways == (way,)
+    assert result.draws
+
+
+def test_noise_hides_no_comparison_of_samples_with_each_other() -> None:
+    result = result_of(drawn_negatives)
+    assert result.is_known
+    assert not result.ways
+    assert result.difference > 0.1
+
+
+@pytest.mark.parametrize("loss_of", [drawn_by_numpy, masked])
+def test_a_loss_whose_numbers_no_constant_can_replace_is_not_known(loss_of: Any) -> None:
+    result = result_of(loss_of)
+    assert not result.is_known
+    assert result.draws
 
 
 class Normalised(nn.Module):

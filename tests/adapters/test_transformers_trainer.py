@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -659,22 +660,47 @@ class Heavy(nn.Module):
 
 
 class Noisy(Tagger):
-    """Draws its noise in the step."""
+    """Draws a little noise in the step."""
 
-    def forward(self, input_ids: Tensor, labels: Tensor, **options: Any) -> dict[str, Tensor]:
-        logits = self.layers(self.words(input_ids) + torch.randn(*input_ids.shape, WIDTH))
-        return {"loss": self.loss(logits, labels, **options), "logits": logits}
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
+        logits = self.layers(self.words(input_ids) + 0.01 * self.noise([*input_ids.shape, WIDTH]))
+        found = {"logits": logits}
+        return found if labels is None else {**found, "loss": self.loss(logits, labels, **options)}
+
+    def noise(self, shape: list[int]) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64)
 
 
-def test_a_loss_that_draws_noise_is_split_and_told(transformers: Any, tmp_path: Path) -> None:
-    sizes: list[int] = []
-    model = Noisy()
-    model.words.register_forward_hook(lambda _module, inputs, _output: sizes.append(len(inputs[0])))
-    with pytest.warns(UserWarning, match="is not known") as caught:
-        trainer_of(transformers, tmp_path, model, LoopSettings(limits=3, learn=False)).train()
+class NoisyByNumpy(Noisy):
+    def noise(self, shape: list[int]) -> Tensor:
+        return torch.from_numpy(np.random.default_rng().standard_normal(shape))
+
+
+@pytest.mark.parametrize("loss", [None, sample_mean])
+def test_a_loss_that_draws_noise_adds_up_as_without_it_and_is_told(
+    transformers: Any, tmp_path: Path, loss: Any
+) -> None:
+    options = {"max_steps": 1, "max_grad_norm": 0.0, "optim": "sgd", "compute_loss_func": loss}
+    plain, cut = Noisy(), Noisy()
+    before = weights(plain).detach().clone()
+    trainer_of(transformers, tmp_path, plain, **options).train()
+    with pytest.warns(UserWarning, match="The step draws random numbers, and others for micro-batches") as caught:
+        trainer_of(transformers, tmp_path, cut, LoopSettings(limits=3, learn=False), **options).train()
     assert len(caught) == 1
-    # It is compared once.
-    assert sizes.count(8) <= 4
+    change = weights(plain) - before
+    # Three parts would make three times the change.
+    assert float((weights(cut) - before - change).norm() / change.norm()) < 0.1
+
+
+def test_noise_that_cannot_be_replaced_is_not_split_and_told(transformers: Any, tmp_path: Path) -> None:
+    sizes: list[int] = []
+    model = NoisyByNumpy()
+    trainer = trainer_of(transformers, tmp_path, model, LoopSettings(limits=3, learn=False), max_steps=2)
+    model.words.register_forward_hook(lambda _module, inputs, _output: sizes.append(len(inputs[0])))
+    with pytest.warns(UserWarning, match="not split: its step draws random numbers that are not PyTorch's") as caught:
+        trainer.train()
+    assert len(caught) == 1
+    assert sizes[-2:] == [8, 8]
 
 
 # Rows that are no samples

@@ -44,6 +44,13 @@ class Way:
     but_first: bool = False
     is_sum: bool = False
 
+    @property
+    def sentence(self) -> str:
+        """The way as a sentence."""
+        if self.is_sum:
+            return "The losses of its parts are added up, as if they were divided by the items of the whole batch"
+        return f"The losses of its parts are averaged over their {self.labels or 'samples'}"
+
 
 SUM: Final = Way(is_sum=True)
 SAMPLES: Final = Way()
@@ -142,6 +149,8 @@ class ComparisonResult:
         difference: Relative L2 difference of the way that comes nearest; not finite: it could not be computed.
         through: Names of the normalising layers that are the only reason why no way holds.
         is_known: Whether anything could be measured.
+        draws: Whether the step draws random numbers beside dropout; a constant has then taken their place.
+        failure: Why the samples could not be computed, where that was not their memory.
         of: The quantity that was compared: gradient or loss.
     """
 
@@ -149,6 +158,8 @@ class ComparisonResult:
     difference: float = math.nan
     through: tuple[str, ...] = ()
     is_known: bool = True
+    draws: bool = False
+    failure: str = ""
     of: str = "gradient"
 
 
@@ -163,6 +174,7 @@ class Comparison:
         is_of_losses: Whether losses are compared, in place of gradients.
         is_on_gpu: Whether single precision may be TF32, as convolutions are by default.
         formats: Number formats that anything was computed in.
+        draws_alike: Whether a constant takes the place of random numbers.
     """
 
     compute: Callable[[Rows], Numbers]
@@ -171,29 +183,44 @@ class Comparison:
     is_of_losses: bool = False
     is_on_gpu: bool = False
     formats: set[torch.dtype] = field(default_factory=set)
+    draws_alike: bool = False
 
     def result(self, items: Items, ways: Sequence[Way], rows: Rows) -> ComparisonResult:
         """Finds out which ways hold for two or more samples."""
         layers = tuple(name for name, module in self.model.named_modules() if _normalises(module))
-        try:
-            differences = self._differences(items, ways, rows)
-        except ValueError:
-            # A part of one sample has no variance.
-            if not layers:
-                raise
-            differences = dict.fromkeys(ways, math.inf)
-        if holding := self._holding(differences):
-            return ComparisonResult(ways=holding, difference=differences[holding[0]])
-        if self._draws(rows):
-            return ComparisonResult(is_known=False)
+        differences = self._differences_through(layers, items, ways, rows)
+        holding = self._holding(differences)
+        draws = not holding and self._draws(rows)
+        if draws:
+            # Other numbers in a part than in the whole hide how its loss adds up.
+            self.draws_alike = True
+            if self._draws(rows) or not self._has_numbers(rows):
+                return ComparisonResult(is_known=False, draws=True)
+            differences = self._differences_through(layers, items, ways, rows)
+            holding = self._holding(differences)
+        if holding:
+            return ComparisonResult(ways=holding, difference=differences[holding[0]], draws=draws)
         without = differences
         if layers:
             with _NoBatchNorm():
                 without = self._differences(items, ways, rows)
         if holding := self._holding(without):
-            return ComparisonResult(ways=holding, difference=differences[holding[0]], through=layers)
+            return ComparisonResult(ways=holding, difference=differences[holding[0]], through=layers, draws=draws)
         nearest = min(differences.values())
-        return ComparisonResult(difference=nearest if math.isfinite(nearest) else min(without.values()))
+        nearest = nearest if math.isfinite(nearest) else min(without.values())
+        return ComparisonResult(difference=nearest, draws=draws)
+
+    def _differences_through(
+        self, layers: Sequence[str], items: Items, ways: Sequence[Way], rows: Rows
+    ) -> dict[Way, float]:
+        """Returns the differences; infinite ones where a normalising layer cannot compute a part."""
+        try:
+            return self._differences(items, ways, rows)
+        except ValueError:
+            # A part of one sample has no variance.
+            if not layers:
+                raise
+            return dict.fromkeys(ways, math.inf)
 
     def _holding(self, differences: Mapping[Way, float]) -> tuple[Way, ...]:
         return tuple(way for way, difference in differences.items() if difference <= self._tolerance)
@@ -211,7 +238,7 @@ class Comparison:
     def _differences(self, items: Items, ways: Sequence[Way], rows: Rows) -> dict[Way, float]:
         first = max(len(rows) * _SPLIT[0] // _SPLIT[1], min(2, len(rows) - 1))
         parts = [rows[:first], rows[first:]]
-        with NoDropout(), _Formats(self.formats):
+        with self._repeatable(), _Formats(self.formats):
             whole, *of_parts = (self._computed(part) for part in (rows, *parts))
         differences = {}
         for way in ways:
@@ -224,10 +251,24 @@ class Comparison:
         return self.compute(rows)
 
     def _draws(self, rows: Rows) -> bool:
-        """Tells whether the samples have other numbers with other random numbers, so that nothing can be compared."""
-        with NoDropout():
+        """Tells whether the samples have other numbers with other random numbers."""
+        with self._repeatable():
             first, second = self._computed(rows), self.compute(rows)
         return _relative_difference(first, [second], [1.0]) > self._tolerance
+
+    def _has_numbers(self, rows: Rows) -> bool:
+        """Tells whether the samples have finite numbers that are not all 0: a constant may mask all of them, or none,
+        and then each way holds.
+        """
+        with self._repeatable():
+            numbers = self._computed(rows)
+        size = sum(float(np.square(own).sum()) for own in numbers)
+        return 0 < size < math.inf
+
+    def _repeatable(self) -> NoDropout:
+        mode = NoDropout()
+        mode.draws_alike = self.draws_alike
+        return mode
 
 
 def _relative_difference(whole: Numbers, parts: Sequence[Numbers], weights: Sequence[float]) -> float:

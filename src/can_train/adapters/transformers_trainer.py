@@ -15,7 +15,7 @@ from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, reduce
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ from can_train.adapters.trainer_state import (
 from can_train.errors import ArgumentError, DoesNotFitError
 from can_train.factors.observations import Outcome
 from can_train.factors.observing import outcome_of
-from can_train.fit.batch_dependence import BatchDependence, Comparisons
+from can_train.fit.batch_dependence import UNKNOWN, BatchDependence, Comparisons
 from can_train.fit.collate import leaves, select_samples
 from can_train.fit.packing import counts_of
 from can_train.fit.pass_state import Generators
@@ -63,6 +63,13 @@ _LOSS: Final = "loss"
 _SMALL_CHANGE: Final = 5e-4  # Relative change below which a percentage has no digit
 _LABELS: Final = ("labels", "label")  # Names of labels in transformers and in sentence-transformers
 _LEAST: Final = 2  # Fewest samples that are cut
+_OTHER_DRAWS: Final = (
+    "The step draws random numbers, and others for micro-batches; apart from that, the gradient is the batch's"
+)
+_UNREPEATABLE: Final = (
+    "its step draws random numbers that are not PyTorch's, or permutes its samples, so that no comparison shows how its"
+    " loss adds up"
+)
 _FORWARD_SAMPLES: Final = 8  # Samples whose losses are compared where a single one fits in a whole step
 
 
@@ -382,6 +389,7 @@ class _BatchKind:
     comparisons: Comparisons = field(default_factory=Comparisons)
     is_open: bool = True  # Whether later batches are compared; what cannot be measured in one is not tried again
     is_told: bool = False  # Whether a normalising layer was told
+    draws: bool = False  # Whether random numbers were told
     refused: str = ""  # Why these batches are not split, as a clause
 
 
@@ -392,8 +400,10 @@ class _Parts:
     Attributes:
         run: The Trainer's step.
         is_sum: Whether losses are divided by the number of items in the whole batch.
+        trains: Whether a gradient is computed.
     """
 
+    trains: ClassVar = True
     trainer: Any
     kind: _BatchKind
     batch: Any
@@ -438,12 +448,21 @@ class _Parts:
 
     def _settle(self, result: ComparisonResult, *, decides: bool) -> None:
         kind = self.kind
-        if not result.is_known:
+        if not result.is_known and result.draws and self.trains:
+            self.refuse(_UNREPEATABLE)
+        elif not result.is_known:
             del kind.ways[1:]
             kind.is_open = False
-            BatchDependence(terms={}, modules=(), drops=False, measured=False).warn()
+            cause = "The step draws random numbers that can-train cannot replace" if result.draws else result.failure
+            unknown = (
+                f"{cause or UNKNOWN.unknown_because}: whether samples of a batch depend on each other is not known"
+            )
+            UNKNOWN.warn(f"{unknown}. {kind.ways[0].sentence}")
         elif result.ways:
             kind.ways = [result.ways[0]] if decides else list(result.ways)
+            if result.draws and not kind.draws:
+                kind.draws = True
+                UNKNOWN.warn(_OTHER_DRAWS)
             if result.through and not kind.is_told:
                 kind.is_told = True
                 # A part of one sample has no variance, and no gradient to compare.
@@ -474,8 +493,9 @@ class _Parts:
                         return replace(self._compared(compute, rows, of == _LOSS), of=of)
                     self.loop.meter.release()
                     rows = self.items.telling(len(rows) // 2)
-        except Exception:  # noqa: BLE001 - a look at the loop must not end it
-            return ComparisonResult(is_known=False)
+        except Exception as error:  # noqa: BLE001 - a look at the loop must not end it
+            failure = f"A few samples could not be computed ({type(error).__name__}: {headline(error)})"
+            return ComparisonResult(is_known=False, failure=failure)
         return ComparisonResult(is_known=False)
 
     def _computations(self, largest: int) -> Iterator[tuple[str, Callable[[Rows], Numbers], int]]:
@@ -567,6 +587,8 @@ class _TrainingParts(_Parts):
 
 class _EvaluationParts(_Parts):
     """Evaluates one batch in parts."""
+
+    trains: ClassVar = False
 
     def compute(self) -> Any:
         """Returns loss, outputs and labels of the batch."""

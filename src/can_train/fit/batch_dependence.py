@@ -53,6 +53,9 @@ _WITH_DROPOUT: Final = {
 }
 # Functions whose results are random numbers, in torch and of tensors.
 _DRAWS: Final = re.compile(r"(rand|randn|normal|bernoulli|poisson)(_like)?|(normal|uniform|bernoulli|exponential)_")
+# Functions whose results are random whole numbers between bounds, such as the steps of a diffusion.
+_DRAWS_WHOLE: Final = re.compile(r"randint(_like)?|random_")
+_BOUNDS: Final = ("low", "from", "high", "to")  # Names of the bounds, from below
 _DRAWN: Final = 0.5  # Takes the place of random numbers where samples must have the same ones in a part as in the whole
 _LEAST_SHOWN: Final = 0.001  # Relative difference below which a sentence gives a bound: 0.0% reads as none
 _COUNT_TOLERANCE: Final = 1e-6  # Relative difference of two sums of denominators that is round-off
@@ -566,12 +569,21 @@ class NoDropout(TorchFunctionMode):
         result = func(*args, **kwargs)
         if isinstance(result, Tensor):
             self.half |= result.dtype in (torch.float16, torch.bfloat16)
-            if _DRAWS.fullmatch(name):
+            drawn = _DRAWN if _DRAWS.fullmatch(name) and result.is_floating_point() else None
+            if _DRAWS_WHOLE.fullmatch(name):
+                drawn = _middle(args, kwargs)
+            if _DRAWS.fullmatch(name) or _DRAWS_WHOLE.fullmatch(name):
                 self.draws = True
-                if self.draws_alike and result.is_floating_point():
-                    with torch.no_grad():
-                        result.fill_(_DRAWN)
+            if self.draws_alike and drawn is not None:
+                with torch.no_grad():
+                    result.fill_(drawn)
         return result
+
+
+def _middle(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Returns the number in the middle of the bounds that a function draws whole numbers from."""
+    bounds = [value for value in args if isinstance(value, int)] + [kwargs[name] for name in _BOUNDS if name in kwargs]
+    return int(bounds[0] + bounds[-1]) // 2 if len(bounds) > 1 else int(bounds[0]) // 2 if bounds else 0
 
 
 def _pass(
