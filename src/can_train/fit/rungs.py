@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from can_train.errors import ConfigError, nearest_first
+from can_train.errors import ConfigError, first_sentence, nearest_first
 from can_train.fit.repetitions import CHANGED_INPUT, Repetitions, StateBefore, forward_again, physical
 from can_train.io.units import counted
 from can_train.memory.cuda_operators import is_on_device, offloading, on_host
@@ -286,8 +286,20 @@ def computed_on(
             stack.enter_context(OffloadedActivations(model, on_left))
         for path, parts in segments.items():
             stack.enter_context(_recomputed(model.get_submodule(path), parts, repetitions))
-        with repetitions.counted(rung) if segments else nullcontext():
+        with repetitions.counted(rung) if segments else nullcontext(), _without_functorch():
             yield
+
+
+@contextmanager
+def _without_functorch() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "support saved tensor hooks" not in str(error):
+            raise
+        rule = "Modules are not computed again, and tensors do not wait on the host, in a loss that calls torch.func"
+        remedy = "Take torch.autograd.grad in its place, or let batches be split alone: --fit split, or fit='split'"
+        raise ConfigError(rule, value=first_sentence(error), remedy=remedy) from error
 
 
 def _place_of(name: str) -> tuple[str, slice | None]:
@@ -512,7 +524,8 @@ def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterato
         yield
     finally:
         if before is None:
-            del module.forward
+            # Undoing a step may have removed it.
+            module.__dict__.pop("forward", None)
         else:
             module.forward = before
 
