@@ -156,16 +156,15 @@ def test_a_model_is_as_it_was_after_a_rung(name: str) -> None:
 @pytest.mark.parametrize("rung", [Rung(recompute=("0",)), Rung(offload=True)], ids=["recompute", "offload"])
 def test_derivatives_by_torch_func_are_refused_on_a_rung(rung: Rung) -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
-    with pytest.raises(ConfigError, match="in a loss that calls torch.func") as raised, computed_on(rung, model):
+    with pytest.raises(ConfigError, match=r"in a loss that calls torch\.func") as raised, computed_on(rung, model):
         torch.func.grad(lambda x: model(x).sum())(torch.ones(2))
     assert "--fit split" in raised.value.remedy
 
 
 def test_a_step_that_puts_attributes_back_may_end_on_a_rung() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
-    with pytest.raises(torch.OutOfMemoryError), computed_on(Rung(recompute=("0",)), model):
-        vars(model[0]).pop("forward")
-        raise torch.OutOfMemoryError
+    with computed_on(Rung(recompute=("0",)), model):
+        assert vars(model[0]).pop("forward")
 
 
 class Peaks:
