@@ -170,6 +170,18 @@ def test_columns_are_settings_metrics_and_facts(shelf: Shelf, capsys: pytest.Cap
     assert "No run meets these conditions" in said(capsys, "runs", "--tag", "x", *shelf.flags)
 
 
+def test_a_finished_run_is_listed_with_its_best_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    runs = Runs(tmp_path)
+    runs.add(1, RESULT)
+    # The second list is read from the index.
+    for _ in range(2):
+        text = said(capsys, "runs", "--columns", "state,why", "--format", "csv", *runs.flags)
+        assert text.splitlines()[1] == "finished,best validation loss 0.5 after epoch 2"
+
+
 @given(text=st.text(max_size=40))
 def test_a_condition_is_read_and_never_evaluated(text: str) -> None:
     try:

@@ -1,5 +1,6 @@
 """What happens after a job: how its training ended, whether its run starts again, and what the next job asks for."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -280,6 +281,10 @@ def test_a_command_of_ones_own_gets_the_words_of_a_run_as_arguments(tmp_path: Pa
     assert out.read_text() == "run-1 lr=1|gpu oom: $(touch x);\\x1b[2J `y`\n"
     assert notify(folder, replace(settings, notify_on="failure"), "finished") == ""
     assert out.read_text().count("\n") == 1
+    folder.path.mkdir()
+    folder.result_path.write_text(json.dumps({"best_validation_loss": 0.25, "best_epoch": 3}))
+    assert notify(folder, settings, "finished") == ""
+    assert out.read_text().splitlines()[-1] == "run-1 |finished: best validation loss 0.25 after epoch 3"
     assert "failed" in notify(folder, ClusterSettings(notify=["/nowhere/at/all"]), "finished")
     assert "status 1" in notify(folder, ClusterSettings(notify=["false"]), "finished")
 

@@ -509,7 +509,7 @@ def _encoded_figures(status: RunStatus) -> msgspec.Raw:
         epochs=status.progress.epoch, peak_share=status.progress.peak_share,
         peak_bytes=number_or_none(result.get("peak_memory_bytes")), gpus=_gpus(status),
         node=(ends[-1].end.host or ends[-1].start.host) if ends and ends[-1].end else "",
-        why="" if facts.result is not None else status.state.sentence,
+        why=status.state.sentence,
         utilisation=number_or_none(result.get("gpu_utilisation")),
     )  # fmt: skip
     return msgspec.Raw(msgspec.msgpack.encode(figures))

@@ -26,7 +26,7 @@ from can_train.runs import attempts
 from can_train.runs.attempts import AttemptEnd, Attempts, SlurmContext, StopRequests
 from can_train.runs.registry import JobRecord, Registry, RetryRecord, RunRecord
 from can_train.runs.run_folder import RunFolder, place_in_sweep
-from can_train.runs.run_state import GPU_OOM, HOST_OOM, error_in_words, log_causes
+from can_train.runs.run_state import GPU_OOM, HOST_OOM, best_text, error_in_words, log_causes
 from can_train.runs.scheduler import NoControllerError, QueueRow
 from can_train.runs.status import read_tail
 from can_train.slurm import client
@@ -440,7 +440,7 @@ def notify(folder: RunFolder, settings: ClusterSettings, ending: str, why: str =
         folder: The run.
         settings: Its settings, with the command.
         ending: An ending of `AttemptEnd`.
-        why: The error, in a line.
+        why: The error, in a line; empty for a finished run, whose best figure is read.
         label: The run's label in its sweep.
 
     Returns:
@@ -448,6 +448,8 @@ def notify(folder: RunFolder, settings: ClusterSettings, ending: str, why: str =
     """
     if not settings.notify or (settings.notify_on == "failure" and ending in _NO_FAILURES):
         return ""
+    if ending == "finished" and not why:
+        why = best_text(folder.result() or {})
     words = {"run": folder.run_id, "state": ending.replace("_", " "), "why": why, "label": label,
              "folder": str(folder.path)}  # fmt: skip
     # An error comes from a program and its data: as an argument its lines and control characters do no harm to a shell,
