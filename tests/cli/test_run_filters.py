@@ -381,4 +381,5 @@ def test_usage_counts_the_hours_of_gpus_and_the_share_that_was_lost(
         ["all", "runs", "5", "0.0", "0.0", "33%", "62%", "20%"],
     ]
     assert max(map(len, shown.splitlines())) <= 80
-    assert "--usage has tables" in said(capsys, "runs", "--usage", "--best", "mcc", *runs.flags, code=2)
+    for flag in (("--best", "mcc"), ("--limit", "2"), ("--limit", "0")):
+        assert "in tables of its own" in said(capsys, "runs", "--usage", *flag, *runs.flags, code=2)

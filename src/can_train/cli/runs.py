@@ -54,7 +54,9 @@ _LISTED_SETTINGS: Final = 6  # changed settings that a list has of a run
 
 def runs(  # noqa: PLR0913 - Typer makes an option of each argument
     *,
-    limit: Annotated[int, typer.Option(help="Newest runs that are listed; 0: all.", min=0)] = _LIMIT,
+    limit: Annotated[
+        int | None, typer.Option(help=f"Newest runs that are listed; 0: all. [default: {_LIMIT}]", min=0)
+    ] = None,
     state: Annotated[
         str | None,
         typer.Option(help="Only runs in a state: failed, live, finished, cancelled, oom, …", metavar="STATE"),
@@ -90,8 +92,11 @@ def runs(  # noqa: PLR0913 - Typer makes an option of each argument
         states=parse_states(state) if state else (), dataset=dataset or "", since=parse_since(since) if since else "",
         sweep=sweep or "", tag=tag or "", where=tuple(map(Condition.parse, where or ())),
     )  # fmt: skip
-    if usage and (best is not None or columns is not None or watch or format_ == "csv"):
-        raise ConfigError("--usage has tables of its own", remedy="Leave out --best, --columns, --watch and csv")
+    if usage and (limit is not None or best is not None or columns is not None or watch or format_ == "csv"):
+        # The hours of the newest runs alone would be taken for all: --since chooses runs of a time.
+        raise ConfigError("--usage counts all runs that meet the conditions, in tables of its own",
+                          remedy="Leave out --limit, --best, --columns, --watch and csv")  # fmt: skip
+    limit = _LIMIT if limit is None else limit
     shape = {"--json": as_json, "--best": best is not None, "--columns": columns is not None or format_ == "csv"}
     if watch and (other := next((flag for flag, given in shape.items() if given), "")):
         raise ConfigError(f"--watch and {other} cannot be combined", remedy="Leave one out")
