@@ -262,6 +262,18 @@ def test_a_replay_shows_what_another_policy_would_have_set(state: Path) -> None:
     assert own["replayed_safety_factor"] == own["safety_factor"]
 
 
+def test_a_replay_names_the_ranks_of_a_run(tmp_path: Path) -> None:
+    for record in (observation(1), observation(2), observation(2, rank=1)):
+        write_record(tmp_path, record)
+    (replayed,) = as_json(tmp_path, KEY, "--replay", "affine")["replays"]
+    ranks = sorted((entry["run_id"], entry["rank"]) for entry in replayed["runs"])
+    assert ranks == [("run-1", 0), ("run-2", 0), ("run-2", 1)]
+    lines = [words for words in shown(tmp_path, KEY, "--replay", "affine") if words and words[0].startswith("run-")]
+    first, *both = sorted(words[:3] for words in lines)
+    assert first[:2] == ["run-1", "1"]
+    assert both == [["run-2,", "rank", "0"], ["run-2,", "rank", "1"]]
+
+
 def test_a_replay_shows_the_fastest_micro_batch_and_its_time(tmp_path: Path) -> None:
     own, half = (
         TimedSize(samples=64, steps=200, seconds=2e-4),

@@ -15,7 +15,7 @@ from can_train.cli.run_locator import StateDir
 from can_train.config.resolved import check_folder, differences, flat
 from can_train.errors import ConfigError, StateError, nearest_first, unknown_name, with_command_name
 from can_train.factors.exchange import make_export, run_notes
-from can_train.factors.observations import ANY_DEVICE, read_records, without_size
+from can_train.factors.observations import ANY_DEVICE, Observation, read_records, without_size
 from can_train.factors.policies import POLICIES
 from can_train.factors.store import FactorStore, ReplayedSize, get_safety_factor_db, replay_runs, replay_sizes
 from can_train.factors.summary import (
@@ -172,12 +172,12 @@ def _print_replay(store: FactorStore, key: str | None, device: str | None, name:
         objects.append({
             "config_key": summary.key, "device": summary.device, "policy": name, "safety_factor": summary.factor,
             "replayed_safety_factor": replay.next_factor,
-            "runs": [{"run_id": run.run_id, "attempt": run.attempt, "end_time": run.end_time, "factor": run.factor,
-                      "replayed_factor": factor, "peak_memory_pct": run.peak, "outcome": run.outcome,
-                      "micro_batches": [asdict(size) for size in of_run]}
+            "runs": [{"run_id": run.run_id, "attempt": run.attempt, "rank": run.rank, "end_time": run.end_time,
+                      "factor": run.factor, "replayed_factor": factor, "peak_memory_pct": run.peak,
+                      "outcome": run.outcome, "micro_batches": [asdict(size) for size in of_run]}
                      for (run, factor), of_run in zip(pairs, sizes, strict=True)],
         })  # fmt: skip
-        rows = [(run.run_id, str(run.attempt), _minute(run.ended), f"{run.factor:.4f}", f"{factor:.4f}",
+        rows = [(_with_rank(run, summary), str(run.attempt), _minute(run.ended), f"{run.factor:.4f}", f"{factor:.4f}",
                  _percent(run.peak), run.outcome) for run, factor in pairs]  # fmt: skip
         next_factor, in_force = ("–" if value is None else f"{value:.4f}"
                                  for value in (replay.next_factor, summary.factor))  # fmt: skip
@@ -196,12 +196,18 @@ def _print_replay(store: FactorStore, key: str | None, device: str | None, name:
         print_text("No run is left to replay: all of them began before a reset.")
 
 
+def _with_rank(run: Observation, summary: FactorSummary) -> str:
+    """Returns the name of a run, with the rank where several processes of an attempt have taught something."""
+    several = any(other.rank for other in summary.runs if (other.run_id, other.attempt) == (run.run_id, run.attempt))
+    return f"{run.run_id}, rank {run.rank}" if several else run.run_id
+
+
 def _size_rows(summary: FactorSummary, sizes: Sequence[Sequence[ReplayedSize]]) -> Iterator[tuple[str, ...]]:
     """Yields a row for each run and phase whose micro-batches were timed. Times are per sample."""
     for run, of_run in zip(summary.runs, sizes, strict=True):
         for size in of_run:
             yield (
-                run.run_id,
+                _with_rank(run, summary),
                 _minute(run.ended),
                 size.phase or "–",
                 size.own_rung,

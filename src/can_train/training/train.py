@@ -172,7 +172,9 @@ def train_on(
             ranks.on_rank0(lambda: stack.enter_context(logged(folder, log, stops, ranks=ranks.size)))
             if run.training.fit == "shard" and ranks.size == 1 and is_file(folder.plan_path):
                 run = replace(run, training=replace(run.training, fit="auto"))
-                reporter.notice("The run goes on in one process, which has the whole model: shards are of several")
+                reporter.notice(
+                    "The run goes on in one process, which has the whole model: shards need several processes"
+                )
         meter = _open_meter(run, ranks)
         recorder = stack.enter_context(closing(LimitRecorder(run, meter)))
         if finished is None:
