@@ -74,6 +74,15 @@ def test_a_partition_that_is_down_is_said() -> None:
     assert "Partition wide is not up" in waiting_notice([WIDE])
 
 
+def test_no_time_is_advised_that_the_job_may_not_have() -> None:
+    with pytest.raises(ConfigError) as error:
+        check_warning(3, 120, lambda time_min: time_min < 4)
+    assert error.value.remedy.endswith("or another --qos or --partition, which allows --time 4 or more")
+    with pytest.raises(ConfigError) as error:
+        check_warning(3, 120, lambda time_min: time_min < 5)
+    assert error.value.remedy.endswith("or --time 4 or more")
+
+
 @example(5, 300 - EARLY_S - START_S)
 @given(st.integers(1, 3000), st.integers(0, 10**5))
 def test_a_warning_comes_after_the_start_or_is_refused_with_a_remedy_that_works(time_min: int, delay_s: int) -> None:

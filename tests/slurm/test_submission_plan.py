@@ -22,7 +22,15 @@ from can_train.runs.registry import JobRecord, Registry, RunRecord
 from can_train.runs.run_folder import RunFolder
 from can_train.slurm.client import Accounting, Node, Partition
 from can_train.slurm.script import with_cluster_defaults
-from can_train.slurm.submission_plan import UNKNOWN, JobDevice, check_options, expectation, job_device, plan_submission
+from can_train.slurm.submission_plan import (
+    UNKNOWN,
+    JobDevice,
+    check_options,
+    check_requests,
+    expectation,
+    job_device,
+    plan_submission,
+)
 from fakes.made_runs import begin
 from fakes.run_facts import CLUSTER
 from fakes.samples import observation
@@ -290,6 +298,19 @@ def test_a_wrong_name_that_nobody_typed_has_its_source(
     assert remedy().endswith(f". Your settings file {file} names it")
     monkeypatch.setenv(f"SBATCH_{setting.upper()}", "lon")
     assert remedy().endswith(f". SBATCH_{setting.upper()}=lon names it")
+
+
+@pytest.mark.parametrize(("most_min", "advice"), [("00:03:00", "another --qos or --partition, which allows --time 4"),
+                                                  ("00:05:00", "or --time 4 or more")])  # fmt: skip
+def test_a_quality_of_service_decides_which_time_is_advised(tmp_path: Path, most_min: str, advice: str) -> None:
+    columns = ("Flags", "MaxTRES", "MaxTRESPerNode", "MaxTRESMins", "GrpTRES", "GrpTRESMins", "MinTRES", "MaxTRESPU",
+               "MaxTRESPA")  # fmt: skip
+    tiny = dict.fromkeys(columns, "") | {"Name": "tiny", "MaxWall": most_min}
+    place = replace(MAIN, accounting=Accounting(qualities=[tiny], associations=[], default_account="lab"))
+    time = {"cluster.time": "3"} if most_min == "00:05:00" else {}
+    with pytest.raises(ConfigError) as error:
+        check_requests([run(tmp_path, values={"cluster.qos": "tiny", **time})], [place])
+    assert advice in str(error.value)
 
 
 def test_a_setup_that_no_shell_can_read_is_refused(tmp_path: Path) -> None:

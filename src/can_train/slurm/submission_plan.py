@@ -110,13 +110,22 @@ def remedy_of_refusal(refusal: str, cluster: ClusterSettings) -> str:
     return SHOW_PARTITIONS if refusal else ""
 
 
-def check_job(cluster: ClusterSettings, partitions: Sequence[Partition]) -> None:
+def check_job(
+    cluster: ClusterSettings,
+    partitions: Sequence[Partition],
+    allows_time: Callable[[int], bool] = lambda time_min: True,
+) -> None:
     """Checks that a job could start in a partition, if any is known, and be warned before its time limit.
+
+    Args:
+        cluster: The complete request.
+        partitions: The partitions; empty if they are unknown.
+        allows_time: Tells whether the job may have a time limit in minutes.
 
     Raises:
         ConfigError: The job could not start, or not be warned.
     """
-    check_warning(parse_time_min(cluster.time), cluster.signal_delay_s)
+    check_warning(parse_time_min(cluster.time), cluster.signal_delay_s, allows_time)
     _first_allowed(partitions, lambda partition: _check_partition(cluster, partition))
 
 
@@ -183,8 +192,14 @@ def waiting_notice(partitions: Sequence[Partition]) -> str:
     return f"Partition {', '.join(partition.name for partition in partitions)} is not up: the job waits until it is"
 
 
-def check_warning(time_min: int, delay_s: int) -> None:
+def check_warning(time_min: int, delay_s: int, allows_time: Callable[[int], bool] = lambda time_min: True) -> None:
     """Checks that a job has started before SLURM warns it of its time limit.
+
+    Args:
+        time_min: The time limit in minutes.
+        delay_s: Seconds of the warning before it.
+        allows_time: Tells whether the job may have a longer time limit, in minutes: the remedy must not name one that
+            is refused.
 
     Raises:
         ConfigError: The warning could come before the job can save anything.
@@ -194,10 +209,13 @@ def check_warning(time_min: int, delay_s: int) -> None:
         return
     shorter = f"--set cluster.signal_delay_s={min(spare_s // 2, delay_s)}, or " if spare_s // 2 >= LEAST_DELAY_S else ""
     least_min = -(-(delay_s + EARLY_S + START_S + 1) // 60)
+    longer = f"--time {least_min} or more"
+    if not allows_time(least_min):
+        longer = f"another --qos or --partition, which allows {longer}"
     raise ConfigError("The job may be warned of its end before it has started",
                       value=f"time limit {time_text(time_min)}, warning {delay_s} s before it",
                       remedy=f"A job starts within {START_S} s, and the warning may come {EARLY_S} s early: give "
-                             f"{shorter}--time {least_min} or more")  # fmt: skip
+                             f"{shorter}{longer}")  # fmt: skip
 
 
 def check_device(device: str, cluster: ClusterSettings) -> str:
@@ -477,9 +495,10 @@ def _request(
     refusals: list[tuple[Partition, ConfigError]] = []
     for place in places:
         limited = replace(place, max_time_min=None) if outranks_partition(asked, place) else place
+        allowed = partial(_allowed, completed=completed, limited=limited)
         try:
-            cluster, cuts = with_allowed(asked, completed(asked, limited), job_limits(asked, limited))
-            check_job(cluster, [limited])
+            cluster, cuts = allowed(asked)
+            check_job(cluster, [limited], partial(_allows_time, asked, allowed=allowed, limited=limited))
             requests.append((cluster, cuts))
         except ConfigError as error:
             refusals.append((place, error))
@@ -492,6 +511,27 @@ def _request(
     without = [f"Partition {place.name} cannot take this job: {error.rule.rpartition('. ')[2]} ({error.value})"
                for place, error in refusals]  # fmt: skip
     return least, [*dict.fromkeys(cut for _, cuts in requests for cut in cuts), *without]
+
+
+def _allowed(
+    asked: ClusterSettings, *, completed: Callable[[ClusterSettings, Partition], ClusterSettings], limited: Partition
+) -> tuple[ClusterSettings, list[str]]:
+    return with_allowed(asked, completed(asked, limited), job_limits(asked, limited))
+
+
+def _allows_time(
+    asked: ClusterSettings,
+    time_min: int,
+    *,
+    allowed: Callable[[ClusterSettings], tuple[ClusterSettings, list[str]]],
+    limited: Partition,
+) -> bool:
+    """Returns whether the request could have a time limit in a partition."""
+    try:
+        _check_partition(allowed(replace(asked, time=str(time_min)))[0], limited)
+    except ConfigError:
+        return False
+    return True
 
 
 def _contained(cluster: ClusterSettings) -> ClusterSettings:
