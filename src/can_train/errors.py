@@ -12,6 +12,7 @@ CanTrainError                                     2
 │   ├── EarlierAttemptError
 │   └── UntrustedCodeError
 ├── FailedRunError                                3, as any other error once a run has begun to train
+│   ├── DivergedError
 │   └── RankGoneError
 ├── StateError
 ├── DeviceError
@@ -225,6 +226,16 @@ class FailedRunError(CanTrainError):
     """A run that began to train and failed."""
 
     exit_code = RUN_FAILED
+
+
+class DivergedError(FailedRunError):
+    """A loss is no longer finite, and would not be if the run went on: it repeats the same steps. `lower_lr` is a
+    learning rate to train anew with.
+    """
+
+    def __init__(self, rule: str, *, value: str = "", remedy: str, lower_lr: float) -> None:
+        super().__init__(rule, value=value, remedy=remedy)
+        self.lower_lr = lower_lr
 
 
 class RankGoneError(FailedRunError):

@@ -211,6 +211,18 @@ def test_status_tells_why_a_run_ended_what_it_tried_and_how_it_goes_on(
     assert re.search(r"^1 +process \d+ .* 10 s failed: no more disk", shown, re.MULTILINE)
 
 
+def test_a_run_that_diverged_is_not_to_be_resumed_but_trained_anew(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = runs.add(1)
+    begin(path)
+    end(path, "failed", message="The loss is no longer finite", details={"lower_lr": 5e-05})
+    shown = said(capsys, "status", path.name, *runs.flags)
+    assert f"can-train resubmit {path} --lr 5e-05\n" in shown
+    assert "can-train resume" not in shown
+    assert f"can-train resubmit {path} --lr 5e-05" in said(capsys, "show", path.name, *runs.flags)
+
+
 def test_the_time_of_a_run_is_that_of_its_attempts_not_of_the_pause_between_them(
     runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:

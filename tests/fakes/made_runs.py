@@ -3,7 +3,7 @@
 import json
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,8 +88,8 @@ def begin(path: Path, number: int = 1, **values: Any) -> None:
     write(path, f"{number:04d}-began.json", asdict(AttemptStart(**{**facts, **values})))
 
 
-def end(path: Path, ending: str, number: int = 1, message: str = "") -> None:
-    record = AttemptEnd(attempt=number, ending=ending, message=message, details={}, time=at(40))
+def end(path: Path, ending: str, number: int = 1, message: str = "", details: Mapping[str, Any] | None = None) -> None:
+    record = AttemptEnd(attempt=number, ending=ending, message=message, details=details or {}, time=at(40))
     write(path, f"{number:04d}-ended.json", asdict(record))
 
 

@@ -7,6 +7,7 @@ import torch
 from can_train.errors import (
     CanTrainError,
     ConfigError,
+    DivergedError,
     DoesNotFitError,
     EarlierAttemptError,
     OutOfMemoryDetails,
@@ -84,6 +85,12 @@ def test_what_ended_an_attempt_is_told_in_a_line(
     ended = end_with(tmp_path, error).end(1)
     assert ended is not None
     assert (ended.ending, ended.message) == (ending, message)
+
+
+def test_the_end_of_a_run_that_diverged_has_a_lower_learning_rate(tmp_path: Path) -> None:
+    ended = end_with(tmp_path, DivergedError("Not finite", remedy="", lower_lr=0.01)).end(1)
+    assert ended is not None
+    assert (ended.ending, ended.details) == ("failed", {"lower_lr": 0.01})
 
 
 def test_a_run_with_a_checkpoint_that_is_stopped_has_saved(tmp_path: Path) -> None:

@@ -21,7 +21,15 @@ from can_train.config.settings import check_choice
 from can_train.errors import ConfigError, with_command_name
 from can_train.io.records import is_file
 from can_train.io.units import counted, duration, finite, local_time, seconds_between
-from can_train.report.run_facts import change_text, device_of, listed_json, result_of, run_json, seconds_of
+from can_train.report.run_facts import (
+    change_text,
+    device_of,
+    line_to_go_on,
+    listed_json,
+    result_of,
+    run_json,
+    seconds_of,
+)
 from can_train.report.run_list import (
     Condition,
     RunFigures,
@@ -34,7 +42,7 @@ from can_train.report.run_list import (
 )
 from can_train.report.scores import direction_of, headline, mapping, rank, score
 from can_train.reporter import COLUMNS, TextTable, wrapped
-from can_train.runs.run_folder import name_to_type, short_name
+from can_train.runs.run_folder import short_name
 from can_train.runs.run_state import FAILURES, infer_attempt_state
 from can_train.runs.status import KnownRun, RunStatus, misnamed_runs, run_logs, run_statuses
 from can_train.runs.sweep_runs import failures_by_cause, failures_by_node
@@ -242,7 +250,6 @@ def _watch(locator: RunLocator, chosen: RunFilter, limit: int) -> None:
 def _status_lines(status: RunStatus) -> list[str]:
     record, progress, log = status.known.record, status.progress, run_logs(status.facts, status.known)[-1]
     seconds, loss = seconds_of(status), progress.best_validation_loss
-    is_resumable = not status.state.live and status.facts.result is None and status.facts.has_folder
     steps = [
         f"step {_done_of(progress.step, progress.steps)}" if progress.step is not None else "",
         f"epoch {_done_of(progress.epoch, progress.epochs)}" if progress.epoch is not None else "",
@@ -264,7 +271,7 @@ def _status_lines(status: RunStatus) -> list[str]:
         "after": record.after,
         "sweep": f"{record.sweep}  {status.known.label}".rstrip(),
         "changed": "; ".join(map(change_text, status.known.folder.changes())),
-        "to go on": f"can-train resume {name_to_type(status.known.folder)}" if is_resumable else "",
+        "to go on": line_to_go_on(status),
     }
     width = max(map(len, lines))
     # A state may be a sentence; all else is a figure or a path.

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from can_train.config.resolved import differences, flat_settings
-from can_train.errors import RunError, StateError, command_name
+from can_train.errors import RunError, StateError, command_name, with_command_name
 from can_train.io.records import JobId, parse_object, text_or_nothing
 from can_train.io.units import duration, finite, local_time, number_or_none, seconds_between, size_text, value_text
 from can_train.report.scores import by_test_set, higher_is_better, is_ranked, mapping, score, test_scores
@@ -279,7 +279,20 @@ def next_commands(status: RunStatus) -> Sequence[str]:
         dataset = status.known.folder.config().get("dataset")
         data = " --dataset path/to/data" if isinstance(dataset, Mapping) and dataset.get("name") else ""
         return [f"{command} evaluate {name}{data}", f"{command} resubmit {name} --seed 1"]
-    return [f"{command} resume {name}", f"{command} logs {name}"] if status.facts.has_folder else []
+    go_on = line_to_go_on(status)
+    return [with_command_name(go_on), f"{command} logs {name}"] if go_on else []
+
+
+def line_to_go_on(status: RunStatus) -> str:
+    """Returns the line that continues a run which has ended without a result, or that trains it anew where it would
+    repeat its error; empty where there is none.
+    """
+    if status.state.live or status.facts.result is not None or not status.facts.has_folder:
+        return ""
+    name, attempts = name_to_type(status.known.folder), status.facts.attempts
+    end = attempts[-1].end if attempts else None
+    lower_lr = number_or_none(end.details.get("lower_lr")) if end is not None else None
+    return f"can-train resume {name}" if lower_lr is None else f"can-train resubmit {name} --lr {lower_lr:g}"
 
 
 # Runs side by side

@@ -16,6 +16,7 @@ import msgspec
 
 from can_train.errors import (
     CanTrainError,
+    DivergedError,
     DoesNotFitError,
     EarlierAttemptError,
     RankGoneError,
@@ -151,7 +152,8 @@ class AttemptEnd:
     attempt: int
     ending: str
     message: str  # the error, in one line; empty where there is none
-    details: Mapping[str, Any]  # the fields of `OutOfMemoryDetails` after an out-of-memory
+    # The fields of `OutOfMemoryDetails` after an out-of-memory, `lower_lr` of a `DivergedError`.
+    details: Mapping[str, Any]
     time: str
     rank: int | None = 0  # of the process that recorded this; None: recorded after the job
     host: str = ""  # name of the machine; the scheduler's name if it has one
@@ -381,6 +383,8 @@ def _describe_end(error: BaseException | None) -> tuple[str, str, dict[str, Any]
     ending, details = "failed", {}
     if isinstance(error, DoesNotFitError):
         ending, details = "host_oom" if error.details.of_host else "gpu_oom", asdict(error.details)
+    elif isinstance(error, DivergedError):
+        details = {"lower_lr": error.lower_lr}
     elif isinstance(error, RankGoneError):
         ending = "rank_gone"
     elif isinstance(error, EarlierAttemptError):

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from can_train.config.resolved import ResolvedRun
 from can_train.config.settings import TrainingSettings
-from can_train.errors import CheckpointError, DoesNotFitError, FailedRunError, first_sentence
+from can_train.errors import CheckpointError, DivergedError, DoesNotFitError, FailedRunError, first_sentence
 from can_train.factors.observations import Outcome as AttemptOutcome
 from can_train.fit.compiled import CompiledModel, compiles_on
 from can_train.fit.engine import Engine
@@ -67,6 +67,9 @@ T = TypeVar("T")
 
 _PARAMETER: Final = "parameter"  # begins the name of a tensor that belongs to no sample
 _LEAST_LEAK: Final = 0.1  # Share of the device; less that is held explains no out-of-memory
+_HIGHEST_LR: Final = (
+    0.1  # learning rate that is advised after a loss that is not finite; above it, few optimizers train
+)
 _COMPARED_SAMPLES: Final = 1000  # Training samples whose loss is compared with the validation loss
 
 
@@ -704,11 +707,13 @@ class Session(Parts):
                                   value=", ".join(filter(None, [value, self._first_not_finite()])),
                                   remedy="The learning rate is not the cause. Look for NaN and infinity in the "
                                          f"samples, and for logarithms and divisions in the loss{half}")  # fmt: skip
-        return FailedRunError(
+        lower_lr = min(self.training.lr / 10, _HIGHEST_LR)
+        return DivergedError(
             "The loss is no longer finite",
             value=value,
-            remedy=f"Train anew with a lower learning rate, --lr {self.training.lr / 10:g}, or with clipped gradients, "
+            remedy=f"Train anew with a lower learning rate, --lr {lower_lr:g}, or with clipped gradients, "
             f"--grad-clip-norm 1{half}",
+            lower_lr=lower_lr,
         )
 
     def _first_not_finite(self) -> str:
