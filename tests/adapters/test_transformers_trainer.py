@@ -868,10 +868,45 @@ def test_what_a_step_logs_of_trials_and_failed_tries_reaches_nobody(
         trainer.add_callback(tracker)
         getattr(trainer, stage)()
         found.append((sum(tracker.logged), len(tracker.logged), trainer.seen))
-    (plain, plain_calls, plain_seen), (split, split_calls, split_seen) = found
-    assert split == plain == 26
-    assert split_calls > plain_calls
-    assert split_seen == plain_seen
+    assert found[1] == found[0]
+    assert found[0][0] == 26
+
+
+def logging(base: Any) -> Any:
+    """Logs by itself, as scripts do with auxiliary losses."""
+
+    class Logging(base):
+        def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *arguments, **options)
+            words, labels = inputs["input_ids"], inputs["labels"]
+            right = (words == labels)[labels.ne(-100)].double()
+            self.log({"own_loss": float(loss.detach()), "right": right.mean(), "most": int(words.sum(1).max())})
+            self.log({"samples": len(words), "kind": "words", "first": np.float64(words[:, 0].double().mean())})
+            if len(words) > 1:
+                self.log({"samples": len(words)})
+            return loss
+
+    return Logging
+
+
+@pytest.mark.parametrize("model", [Tagger, TaggerWithoutNumber])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_what_a_step_logs_by_itself_is_logged_once_a_batch(
+    transformers: Any, tmp_path: Path, model: type[Tagger], steps: int
+) -> None:
+    found = []
+    for settings in (None, LoopSettings(limits=3, learn=False)):
+        options = {"base": logging(transformers.Trainer), "num_train_epochs": 1, "gradient_accumulation_steps": steps}
+        trainer = trainer_of(transformers, tmp_path, model(), settings, **options)
+        trainer.train()
+        found.append([row for row in trainer.state.log_history if "train_runtime" not in row])
+    plain, cut = found
+    assert [list(row) for row in cut] == [list(row) for row in plain]
+    for before, after in zip(plain, cut, strict=True):
+        assert {name: float(value) for name, value in after.items() if name != "kind"} == pytest.approx(
+            {name: float(value) for name, value in before.items() if name != "kind"}, rel=1e-9
+        )
+        assert after.get("kind") == before.get("kind")
 
 
 class WithCentres(nn.Module):

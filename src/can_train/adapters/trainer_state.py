@@ -4,15 +4,17 @@ and the gradients of one part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
+from can_train.adapters.part_values import Combination, Kinds
 from can_train.adapters.step_state import Attributes, replaced, replaced_method
 from can_train.errors import DoesNotFitError
 from can_train.memory.out_of_memory import is_out_of_memory
@@ -20,6 +22,9 @@ from can_train.memory.out_of_memory import is_out_of_memory
 _MOST_NUMBERS: Final = 2**16  # Numbers of each parameter's gradient that are compared
 # Attributes of the Trainer that no step changes; data sets may be long lists.
 _UNCHANGED: Final = frozenset({"train_dataset", "eval_dataset", "label_names", "_signature_columns", "_tr_loss"})
+LogCall = tuple[tuple[Any, ...], dict[str, Any]]  # Arguments of a call of a Trainer's `log`
+_Key = tuple[tuple[str, ...], int]  # The names that a call logs, and the number of earlier calls with these names
+_LOGGED: Final = "log"  # First name of the places of logged values
 _GATHERING: Final = ("gather", "gather_for_metrics", "reduce")  # Functions of Accelerate that wait for all ranks
 
 
@@ -33,7 +38,7 @@ def undone(trainer: Any, *, only_out_of_memory: bool = False) -> Iterator[None]:
     """Opens the span of a step, or of a part of one. Where it fails, or runs out of memory, the Trainer is as it was,
     and callbacks see nothing of what was logged.
     """
-    attributes, logged = attributes_of(trainer), list[tuple[tuple[Any, ...], dict[str, Any]]]()
+    attributes, logged = attributes_of(trainer), list[LogCall]()
     try:
         with replaced_method(trainer, "log", lambda *arguments, **options: logged.append((arguments, options))):
             yield
@@ -56,6 +61,67 @@ def untraced(trainer: Any) -> Iterator[None]:
             yield
     finally:
         attributes.restore()
+
+
+@contextmanager
+def collected_logs(trainer: Any) -> Iterator[list[LogCall]]:
+    """Collects in the block what the step logs, which callbacks do not see."""
+    logged: list[LogCall] = []
+    with replaced_method(trainer, "log", lambda *arguments, **options: logged.append((arguments, options))):
+        yield logged
+
+
+def learn_logs(kinds: Kinds, of_spans: Sequence[Sequence[LogCall]], sizes: Sequence[int]) -> None:
+    """Learns from what was logged of some samples, computed whole and in two parts of `sizes`, which values are totals,
+    means or extremes.
+    """
+    whole, *parts = ({key: _numbers(call) for key, call in _by_key(calls).items()} for calls in of_spans)
+    for key, numbers in whole.items():
+        if all(key in part for part in parts):
+            kinds.learn((_LOGGED, key), numbers, [part[key] for part in parts], sizes)
+
+
+def joined_logs(of_parts: Sequence[Sequence[LogCall]], combination: Combination) -> list[LogCall]:
+    """Makes one call of the calls that log the same names in the parts of a batch, with the values of the whole batch.
+    Values that are no numbers are the last part's.
+    """
+    calls = defaultdict[_Key, dict[int, LogCall]](dict)
+    for position, of_part in enumerate(of_parts):
+        for key, call in _by_key(of_part).items():
+            calls[key][position] = call
+    return [_joined(key, list(entries.values()), combination.of(list(entries))) for key, entries in calls.items()]
+
+
+def _joined(key: _Key, calls: Sequence[LogCall], combination: Combination) -> LogCall:
+    arguments, options = calls[-1]
+    of_parts = [_numbers(call) for call in calls]
+    row = dict(_row(calls[-1]))
+    for name in row:
+        if all(name in numbers for numbers in of_parts):
+            row[name] = combination.combine([numbers[name] for numbers in of_parts], (_LOGGED, key, name))
+    return ((row, *arguments[1:]), options) if arguments else ((), {**options, "logs": row})
+
+
+def _by_key(calls: Sequence[LogCall]) -> dict[_Key, LogCall]:
+    by_key: dict[_Key, LogCall] = {}
+    for call in calls:
+        names = tuple(_row(call))
+        by_key[names, sum(earlier == names for earlier, _ in by_key)] = call
+    return by_key
+
+
+def _row(call: LogCall) -> Mapping[str, Any]:
+    arguments, options = call
+    row: Mapping[str, Any] = arguments[0] if arguments else options["logs"]
+    return row
+
+
+def _numbers(call: LogCall) -> dict[str, Any]:
+    """Returns the numbers among the values of a call."""
+    # NumPy's numbers behave as Python's do.
+    row = {name: value.item() if isinstance(value, np.generic) else value for name, value in _row(call).items()}
+    return {name: value for name, value in row.items() if not isinstance(value, bool)
+            and (isinstance(value, int | float) or (isinstance(value, Tensor) and not value.dim()))}  # fmt: skip
 
 
 @contextmanager

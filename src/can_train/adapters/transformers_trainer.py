@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial, reduce
+from functools import cached_property, reduce
 from importlib import import_module
 from typing import Any, ClassVar, Final
 
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from can_train.adapters.framework_loop import LOSS, FrameworkLoop, LoopSettings, sample_counts
 from can_train.adapters.loss_ways import SUM, Comparison, ComparisonResult, Items, Numbers, Rows, Way
-from can_train.adapters.part_values import Part, SplitRefusedError
+from can_train.adapters.part_values import Combination, Part, SplitRefusedError
 from can_train.adapters.step_state import PartStates, StepState, replaced
 from can_train.adapters.trainer_batches import (
     TrainerRows,
@@ -36,8 +36,12 @@ from can_train.adapters.trainer_batches import (
     why_whole,
 )
 from can_train.adapters.trainer_state import (
+    LogCall,
+    collected_logs,
     gradient_numbers,
     join_metrics,
+    joined_logs,
+    learn_logs,
     metric_lengths,
     scale_gradients,
     undone,
@@ -411,6 +415,7 @@ class _Parts:
     is_sum: bool = False
     is_counted: bool = False  # Whether the comparisons know of the batch
     states: PartStates | None = None  # Of the samples that were compared
+    logs: dict[int, tuple[Part, list[LogCall]]] = field(default_factory=dict)  # Of each part, by its first sample
 
     @property
     def loop(self) -> FrameworkLoop:
@@ -505,7 +510,18 @@ class _Parts:
         """Compares some samples, and leaves no trace."""
         loop = self.loop
         seeds, self.states = Generators(loop.meter.device), PartStates(loop.state, len(rows))
-        computed = partial(_recorded, compute, self.states, rows.tolist())
+        logs: dict[tuple[int, int], list[LogCall]] = {}
+
+        def computed(some: Rows) -> Numbers:
+            """Computes some of the samples; records what a step keeps and logs of them."""
+            assert self.states is not None, "they are made before"
+            start = rows.tolist().index(int(some[0]))
+            self.states.begin(start, metrics_too=False)
+            with collected_logs(self.trainer) as logs[start, start + len(some)]:
+                numbers = compute(some)
+            self.states.end(start, start + len(some))
+            return numbers
+
         comparison = Comparison(compute=computed, seeded=seeds.restore, model=self.trainer.model,
                                 is_of_losses=is_of_losses, is_on_gpu=loop.meter.device.type == "cuda")  # fmt: skip
         loop.kinds.forget()
@@ -516,7 +532,33 @@ class _Parts:
         way = result.ways[0] if result.ways else None
         weights = [self.items.weight(way, rows[start:stop], rows) for start, stop in spans] if way else None
         loop.kinds.judge(None if way is None or way.is_sum else weights, is_random=not result.is_known)
+        if spans:
+            learn_logs(loop.kinds, [logs[span] for span in self.states.spans], [stop - start for start, stop in spans])
+            loop.kinds.judge([self.items.weight(self._mean, rows[start:stop], rows) for start, stop in spans])
         return result
+
+    @property
+    def _mean(self) -> Way:
+        """What a mean that a step logs is most probably taken over."""
+        return next(way for way in (*self.kind.ways, *self.items.means) if not way.is_sum)
+
+    @contextmanager
+    def logging_apart(self, part: Part) -> Iterator[None]:
+        """Opens the span of a part, whose logged values wait for those of the other parts."""
+        with collected_logs(self.trainer) as logged, undone(self.trainer):
+            yield
+        self.logs[part.start] = part, logged
+
+    def log_once(self, starts: Iterable[int]) -> None:
+        """Logs the values of the whole batch; `starts` has the first samples of its parts."""
+        parts, calls = zip(*(self.logs[start] for start in starts), strict=True)
+        if not any(calls):
+            return
+        sizes = [part.stop - part.start for part in parts]
+        weights = [self.items.weight(self._mean, slice(part.start, part.stop)) for part in parts]
+        combination = Combination(sizes, weights if sum(weights) else sizes, self.loop.kinds)
+        for arguments, options in joined_logs(calls, combination) if len(parts) > 1 else calls[0]:
+            self.trainer.log(*arguments, **options)
 
     @contextmanager
     def untraced(self) -> Iterator[None]:
@@ -544,11 +586,12 @@ class _TrainingParts(_Parts):
         alone = without_gathering(self.trainer.accelerator) if is_parallel else nullcontext()
         with undone(self.trainer), alone:
             loss, weights = self.loop.run_parts(self.batch, self._loss_of)
+            self.log_once(weights)
         join_metrics(metrics, before, list(weights.values()))
         return loss
 
     def _loss_of(self, part: Part) -> tuple[Tensor, None]:
-        with undone(self.trainer):
+        with self.logging_apart(part):
             loss: Tensor = self.run(part.batch)
             if part.is_whole:
                 return loss, None
@@ -594,10 +637,11 @@ class _EvaluationParts(_Parts):
         """Returns loss, outputs and labels of the batch."""
         with undone(self.trainer):
             parts = self.loop.evaluate_parts(self.batch, self._part)
+            self.log_once(part.start for part, _ in parts)
             return parts[0][1] if len(parts) == 1 else self._joined(parts)
 
     def _part(self, part: Part) -> Any:
-        with undone(self.trainer):
+        with self.logging_apart(part):
             return self.run(part.batch)
 
     def _joined(self, parts: list[tuple[Part, Any]]) -> Any:
@@ -633,15 +677,6 @@ class _EvaluationParts(_Parts):
     def _losses(self, rows: Rows) -> Numbers:
         loss, *_ = self.run(self.selected(rows), True)
         return [np.array([float(loss)])]
-
-
-def _recorded(compute: Callable[[Rows], Numbers], states: PartStates, compared: list[int], rows: Rows) -> Numbers:
-    """Computes some of the samples that are compared, and records what a step keeps of them."""
-    start = compared.index(int(rows[0]))
-    states.begin(start, metrics_too=False)
-    numbers = compute(rows)
-    states.end(start, start + len(rows))
-    return numbers
 
 
 def _trained_module(model: nn.Module, optimizer: Any) -> nn.Module:
