@@ -20,7 +20,7 @@ from can_train.runs.scheduler import AccountRow, SchedulerAnswer
 from can_train.slurm.job import PackedJob, _is_over, after_job, host_memory_ran_out, job_memory_mib
 from can_train.slurm.launchers import rank_place
 from can_train.slurm.script import Submission
-from fakes.made_runs import Runs, end, write
+from fakes.made_runs import Runs, at, end, write
 from fakes.run_facts import CLUSTER, slurm_job
 
 SLURM = """#!/bin/sh
@@ -309,7 +309,8 @@ def test_a_run_that_was_resumed_while_its_job_trained_on_is_not_started_by_the_j
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = EndedJob(tmp_path, monkeypatch)
-    job.runs.submit(job.path, "7", packed_with=2)
+    # Records of the same time are read in any order.
+    job.runs.submit(job.path, "7", packed_with=2, time=at(2))
     end(job.path, "time_limit")
     job.runs.submit(job.path, "8", time=utc_now())
     assert job.after(140) == ""
