@@ -67,9 +67,7 @@ T = TypeVar("T")
 
 _PARAMETER: Final = "parameter"  # begins the name of a tensor that belongs to no sample
 _LEAST_LEAK: Final = 0.1  # Share of the device; less that is held explains no out-of-memory
-_HIGHEST_LR: Final = (
-    0.1  # learning rate that is advised after a loss that is not finite; above it, few optimizers train
-)
+_HIGHEST_LR: Final = 0.1  # That is advised after a loss that is not finite; above it, few optimizers train
 _COMPARED_SAMPLES: Final = 1000  # Training samples whose loss is compared with the validation loss
 
 
