@@ -381,6 +381,23 @@ def test_weights_are_explained_in_the_precision_that_trains(explained: Any, tmp_
     assert found["kinds"]["weights"] == 800 * (8 if precision == "fp64" else 4)
 
 
+def test_the_gradients_of_a_part_are_alive_beside_those_of_earlier_parts(
+    explained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.py").write_text(ROWS.replace("nn.Linear(1024, 2)", "nn.Linear(1024, 1024)"))
+    settings = ("training.data_on_device=off", "training.optimizer_args={momentum:0}")
+    line = ("--task", f"{tmp_path / 'rows.py'}:Rows", "--device", "sim:64MiB", "--micro-batch-size", "16",
+            "--optimizer", "sgd", *(word for setting in settings for word in ("--set", setting)),
+            "--runs-dir", str(tmp_path / "runs"), "--state-dir", str(tmp_path))  # fmt: skip
+    assert main((*line, "--quiet")) == 0
+    capsys.readouterr()
+    (path,) = tmp_path.glob("runs/*/result.json")
+    found = explained("explain", *line[:-4])
+    check(found)
+    assert found["peak_bytes"] == pytest.approx(json.loads(path.read_text())["peak_memory_bytes"], rel=0.01)
+    assert found["kinds"]["gradients"] >= 2 * 1024 * 1024 * 4
+
+
 @pytest.mark.slow
 def test_a_run_that_starts_with_v_trains_to_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = (*SIMULATED[1:], "--epochs", "1", "--set", "dataset.synthetic.seconds=5")

@@ -69,6 +69,7 @@ from can_train.fit.precision import Precision, convert, use_channels_last
 from can_train.fit.random_state import step_generator
 from can_train.fit.recorded_limits import on_generations, read_sizes
 from can_train.fit.repetitions import Repetitions
+from can_train.fit.rescue import gradients_aside
 from can_train.fit.rungs import SPLIT_ALONE, Rung, computed_on
 from can_train.io.units import counted, parse_size, size_text
 from can_train.memory.allocation_trace import FIXED, GROWING, AllocationRecorder, AllocationTrace, MemoryPart
@@ -534,7 +535,10 @@ class TaskStep:
             for (phase, training), own, optimizer in zip(phases, trained, optimizers, strict=True):
                 with only_trained(self.model, phase):
                     for _ in range(min(self.num_parts, _RECORDED_STEPS)):
-                        with computed_on(self.rung, self.model, repetitions=Repetitions(compares=False)):
+                        with (
+                            gradients_aside(own),
+                            computed_on(self.rung, self.model, repetitions=Repetitions(compares=False)),
+                        ):
                             self._loss(phase, training).backward()
                 coalesce_gradients(own)
                 optimizer.step()

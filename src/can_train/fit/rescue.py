@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, cycle, pairwise
@@ -472,6 +472,18 @@ class Undo:
         for leaf in () if loss is None else leaves_of(loss):
             if id(leaf) not in known:
                 leaf.grad = None
+
+
+@contextmanager
+def gradients_aside(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Sets gradients aside for the block, as each part of a batch has its own until it is known to fit, and adds them
+    to the block's after it.
+    """
+    aside = [(leaf, leaf.grad) for leaf in leaves]
+    for leaf, _ in aside:
+        leaf.grad = None
+    yield
+    add_to_gradients(aside)
 
 
 def add_to_gradients(aside: Sequence[tuple[Tensor, Tensor | None]]) -> None:

@@ -214,12 +214,19 @@ class Labels:
                     if isinstance(tensor, Tensor):
                         self._mark(OPTIMIZER_STATE, number_of(tensor), self._named(parameter, optimizer))
 
+        def accumulated(parameter: Tensor) -> None:
+            # A part of a batch has a gradient of its own, which no optimizer sees.
+            if parameter.grad is not None and id(parameter) in self._parameters:
+                self._mark(GRADIENTS, number_of(parameter.grad), self._parameters[id(parameter)])
+
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad and parameter.is_leaf]
         with ExitStack() as stack:
             for handle in (
                 register_module_forward_pre_hook(self._enter),
                 register_module_forward_hook(self._leave, always_call=True),
                 register_optimizer_step_pre_hook(before),
                 register_optimizer_step_post_hook(after),
+                *(parameter.register_post_accumulate_grad_hook(accumulated) for parameter in trained),
             ):
                 stack.callback(handle.remove)
             yield
