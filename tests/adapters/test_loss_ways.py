@@ -1,5 +1,6 @@
 """Which way of adding up losses holds: measured with a few samples, computed whole and in two parts."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -136,6 +137,20 @@ def test_a_loss_whose_numbers_no_constant_can_replace_is_not_known(loss_of: Any)
     result = result_of(loss_of)
     assert not result.is_known
     assert result.draws
+
+
+def test_a_gradient_that_is_nothing_but_round_off_holds_in_each_way() -> None:
+    torch.manual_seed(1)
+    student = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 4)).double()
+    teacher = copy.deepcopy(student)
+
+    def kl(model: nn.Module, rows: Rows) -> Tensor:
+        targets = teacher(X[rows]).detach().softmax(-1)
+        return F.kl_div(model(X[rows]).log_softmax(-1), targets, reduction="batchmean")
+
+    result = result_of(kl, student)
+    assert result.ways == tuple(WAYS)
+    assert result.difference == 0
 
 
 class Normalised(nn.Module):

@@ -1,3 +1,4 @@
+import copy
 import itertools
 import warnings
 from collections.abc import Callable
@@ -753,6 +754,63 @@ def test_the_rounding_of_gradients_that_cancel_each_other_is_no_dependence() -> 
     batcher = MicroBatcher(model, limits=7)
     batcher.run(lambda i, j: {"loss": ((model(x[i:j]) - y[i:j]).square().sum(), j - i)}, 24)
     assert batcher.batch_dependence == BatchDependence(terms={}, modules=(), drops=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_gradient_that_is_nothing_but_round_off_shows_no_dependence(dtype: torch.dtype, seed: int) -> None:
+    """The student of a distillation is its teacher at first."""
+    torch.manual_seed(seed)
+    student = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8)).to(dtype)
+    teacher, x = copy.deepcopy(student), torch.randn(200, 16, dtype=dtype)
+
+    def losses(i: int, j: int) -> dict[str, tuple[Tensor, int]]:
+        outputs, targets = student(x[i:j]).log_softmax(-1), teacher(x[i:j]).detach().softmax(-1)
+        near = outputs - teacher(x[i:j]).detach().log_softmax(-1)
+        return {
+            "kl": (F.kl_div(outputs, targets, reduction="sum"), j - i),
+            "square": (near.square().sum(), j - i),
+            "cross": (1e-6 * F.nll_loss(outputs, x[i:j].argmax(-1) % 8, reduction="sum"), j - i),
+        }
+
+    before = [parameter.detach().clone() for parameter in student.parameters()]
+    versions = [parameter._version for parameter in student.parameters()]
+    batcher = MicroBatcher(student, limits=120)
+    batcher.run(losses, 200)
+    assert batcher.batch_dependence == BatchDependence(terms={}, modules=(), drops=False)
+    assert all(map(torch.equal, before, student.parameters()))
+    assert versions == [parameter._version for parameter in student.parameters()]
+
+
+def test_a_small_gradient_that_depends_on_its_batch_is_found() -> None:
+    torch.manual_seed(0)
+    student = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 4)).double()
+    teacher, x = copy.deepcopy(student), torch.randn(64, 6, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.mul_(1 + 1e-9)
+
+    def losses(i: int, j: int) -> dict[str, tuple[Tensor, int]]:
+        near = student(x[i:j]) - teacher(x[i:j]).detach()
+        return {"apart": ((near - near.mean(0)).square().sum(), j - i)}
+
+    batcher = MicroBatcher(student, limits=40)
+    with pytest.warns(UserWarning, match="Samples depend on the rest of their batch"):
+        batcher.run(losses, 64)
+    assert batcher.batch_dependence is not None
+    assert batcher.batch_dependence.terms["apart"] > 0.01
+
+
+def test_noise_that_cannot_be_repeated_is_no_round_off() -> None:
+    model, x = nn.Linear(6, 3).double(), torch.randn(24, 6, dtype=torch.float64)
+
+    def losses(i: int, j: int) -> dict[str, tuple[Tensor, int]]:
+        noise = torch.from_numpy(np.random.default_rng().standard_normal((j - i, 6)))
+        return {"noisy": (model(x[i:j] + noise).square().sum(), j - i)}
+
+    batcher = MicroBatcher(model, limits=7)
+    with pytest.warns(UserWarning, match="Samples depend on the rest of their batch"):
+        batcher.run(losses, 24)
 
 
 class Meter:

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from can_train.fit.batch_dependence import NoDropout, tolerance_of
+from can_train.fit.batch_dependence import ROUNDINGS, NoDropout, rounded_otherwise, tolerance_of
+from can_train.memory.out_of_memory import CatchOutOfMemory
 
 _IGNORED_LABEL: Final = -100  # Label that a loss leaves out, in PyTorch and transformers
 _ROUND_OFF: Final = 1e-9  # Difference of two weights that is round-off
@@ -198,6 +199,9 @@ class Comparison:
                 return ComparisonResult(is_known=False, draws=True)
             differences = self._differences_through(layers, items, ways, rows)
             holding = self._holding(differences)
+        elif not holding and min(differences.values()) <= ROUNDINGS * self._change_by_rounding(rows):
+            # The gradient of a student that is still its teacher is nothing but round-off.
+            return ComparisonResult(ways=tuple(ways), difference=0.0)
         if holding:
             return ComparisonResult(ways=holding, difference=differences[holding[0]], draws=draws)
         without = differences
@@ -255,6 +259,16 @@ class Comparison:
         with self._repeatable():
             first, second = self._computed(rows), self.compute(rows)
         return _relative_difference(first, [second], [1.0]) > self._tolerance
+
+    def _change_by_rounding(self, rows: Rows) -> float:
+        """Returns the relative difference that comes from another rounding of the weights; 0 where memory runs out."""
+        with CatchOutOfMemory(), self._repeatable():
+            whole = self._computed(rows)
+            with rounded_otherwise([parameter for parameter in self.model.parameters() if parameter.requires_grad]):
+                again = self._computed(rows)
+            change = _relative_difference(whole, [again], [1.0])
+            return change if math.isfinite(change) else 0.0
+        return 0.0
 
     def _has_numbers(self, rows: Rows) -> bool:
         """Tells whether the samples have finite numbers that are not all 0: a constant may mask all of them, or none,

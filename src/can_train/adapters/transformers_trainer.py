@@ -414,6 +414,7 @@ class _Parts:
     run: Callable[..., Any]
     is_sum: bool = False
     is_counted: bool = False  # Whether the comparisons know of the batch
+    is_undecidable: bool = False  # Whether all ways hold for the samples that were compared
     states: PartStates | None = None  # Of the samples that were compared
     logs: dict[int, tuple[Part, list[LogCall]]] = field(default_factory=dict)  # Of each part, by its first sample
 
@@ -445,7 +446,7 @@ class _Parts:
         is_due = not self.is_counted and kind.comparisons.is_due()
         self.is_counted = True
         # Until the first comparison nothing holds.
-        is_undecided = not is_due and not self.items.agree(kind.ways, rows)
+        is_undecided = not (is_due or self.is_undecidable or self.items.agree(kind.ways, rows))
         if kind.is_open and (is_due or is_undecided):
             with self.loop.noticing_rows(part.samples):
                 self._settle(self._measured(largest), decides=is_undecided)
@@ -464,7 +465,9 @@ class _Parts:
             )
             UNKNOWN.warn(f"{unknown}. {kind.ways[0].sentence}")
         elif result.ways:
-            kind.ways = [result.ways[0]] if decides else list(result.ways)
+            # A gradient of nothing but round-off adds up in each way.
+            self.is_undecidable = len(result.ways) == len(kind.ways) > 1
+            kind.ways = [result.ways[0]] if decides and not self.is_undecidable else list(result.ways)
             if result.draws and not kind.draws:
                 kind.draws = True
                 UNKNOWN.warn(_OTHER_DRAWS)

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from can_train.errors import DataError
 from can_train.fit.pass_state import Generators, Snapshot, leaves_of
 from can_train.memory.cuda_operators import composite, register
+from can_train.memory.out_of_memory import CatchOutOfMemory
 
 if TYPE_CHECKING:
     from can_train.fit.micro_batcher import Losses
@@ -37,6 +38,10 @@ SPLIT: Final = (3, 5)
 # Largest relative L2 difference of the gradients that is no dependence of samples on each other. Round-off is 1e-16 and
 # 1e-7 per operation.
 TOLERANCE: Final = {torch.float64: 1e-9, torch.float32: 1e-4}
+# Change of a gradient by a split, in changes by another rounding of the weights, that may be round-off, too. The parts'
+# gradients may cancel each other within each sample, so that their size does not tell.
+ROUNDINGS: Final = 3.0
+_AS_WHOLE: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # Whole numbers with as many bytes
 _HALF_TOLERANCE: Final = 3e-2  # Tolerance of float16, bfloat16 and mixed precision
 # Functions that drop activations, in torch and torch.nn.functional, in place or not.
 _DROPOUT: Final = re.compile(r"(feature_)?(alpha_)?dropout([123]d)?_?")
@@ -453,6 +458,17 @@ def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives som
             change_of = computed.change if judges else partial(computed.difference, first=1.0, second=1.0)
             changes = {term: change_of(term) for term in computed.whole.sums}
             terms = {term: change for term, change in changes.items() if change > tolerance}
+            if terms:
+                # The gradient of a student that is still its teacher is nothing but round-off.
+                divisors = computed.whole.counts if denominators is None else denominators
+
+                def again(samples: int) -> _Pass:
+                    snapshot.restore()
+                    return _pass(parameters, losses_of, (0, samples), divisors, scale)
+
+                rounding = _round_off(computed, parameters, terms, again)
+                terms = {term: change for term, change in terms.items() if term not in rounding}
+                changes = {term: 0.0 if term in rounding else change for term, change in changes.items()}
             trains = computed.whole.reached or not any(computed.whole.counts.values())
             faults = _faults(computed, changes) if judges else {}
             if judges and terms.keys() - faults.keys() and (normalising or mode.draws):
@@ -461,13 +477,53 @@ def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives som
                 mode.draws_alike = True
                 with _without_statistics(normalising.values()):
                     computed = passes(tolerance)
-                    again = {term: computed.change(term) for term in terms}
-                    faults |= _faults(computed, again)
+                    alike = {term: computed.change(term) for term in terms}
+                    faults |= _faults(computed, alike)
     finally:
         snapshot.restore()
     terms = {term: change for term, change in terms.items() if term not in faults}
     modules = tuple(normalising if terms else ())
     return BatchDependence(terms=terms, modules=modules, drops=mode.seen, faults=faults, trains=trains)
+
+
+def _round_off(
+    computed: _Passes, parameters: Sequence[Tensor], changes: Mapping[str, float], compute: Callable[[int], _Pass]
+) -> set[str]:
+    """Returns the terms whose gradient another rounding of the weights changes about as much as a split does; none
+    where memory runs out. `compute` computes that many of the samples once more.
+    """
+
+    def differences(earlier: _Pass, samples: int) -> dict[str, float]:
+        one, other = _aligned((earlier, compute(samples)), parameters)
+        twice = _Passes((samples, 0), one, other, other, given=None, tolerance=0.0)
+        return {term: twice.difference(term, 1.0, 0.0) for term in changes}
+
+    # The first part takes less memory.
+    for earlier, samples in ((computed.whole, sum(computed.sizes)), (computed.first, computed.sizes[0])):
+        with CatchOutOfMemory():
+            with rounded_otherwise([*parameters, *earlier.outside]):
+                rounded = differences(earlier, samples)
+            terms = {term for term, change in changes.items() if change <= ROUNDINGS * rounded[term]}
+            # Random numbers that cannot be repeated change a gradient without any rounding.
+            repeated = differences(earlier, samples) if terms else {}
+            return {term for term in terms if ROUNDINGS * repeated[term] < changes[term]}
+    return set()
+
+
+@contextmanager
+def rounded_otherwise(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Changes the last place of weights in the block, which takes no memory."""
+    # Autograd does not see changes of `data`, and no step has moved the weights. Subclasses may lack such views.
+    whole_numbers = [tensor.data.view(_AS_WHOLE[tensor.element_size()]) for tensor in tensors
+                     if type(tensor) in (Tensor, nn.Parameter) and tensor.is_floating_point()
+                     and tensor.layout is torch.strided and tensor.element_size() in _AS_WHOLE]  # fmt: skip
+    for numbers in whole_numbers:
+        numbers.add_(1)
+    try:
+        yield
+    finally:
+        for numbers in whole_numbers:
+            numbers.sub_(1)
 
 
 def _faults(computed: _Passes, changes: Mapping[str, float]) -> dict[str, LossFault]:
