@@ -1,5 +1,6 @@
 """What the loops of training frameworks may be given, and what they are told otherwise."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -262,3 +263,34 @@ def test_a_small_loss_in_half_precision_is_split_as_its_scaler_scales_it() -> No
     # A warning would be an error.
     assert sizes[:3] == [22, 21, 21]
     assert not loop.refused
+
+
+def test_an_optimizer_whose_history_grows_is_named_and_no_container_of_the_module() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+    model.kept = [torch.ones(2)]  # type: ignore[assignment]  # a list of the user's
+    points, targets = torch.randn(32, 64), torch.randn(32, 4)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    settings = LoopSettings(device="sim:8MiB", learn=False)
+    loop = FrameworkLoop(framework="own", model=model, optimizers=[optimizer], settings=settings)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(points), targets)
+        loss.backward()
+        return loss
+
+    def step() -> None:
+        if len(optimizer.state_dict()["state"].get(0, {}).get("old_dirs", ())) > 40:
+            loop.refused = "its loss compares samples"
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        optimizer.step(closure)
+
+    grown = r"The state of the optimizer LBFGS has grown by [\d.]+ MiB in \d+ steps"
+    for _ in range(11):
+        loop.step((points, targets), step, step)
+    with pytest.raises(DoesNotFitError, match=grown) as raised:
+        loop.step((points, targets), step, step)
+    loop.close()
+    assert "kept" not in str(raised.value)
+    assert re.fullmatch(r"Give it history_size=2\d, in place of 100", raised.value.remedy or "")

@@ -253,6 +253,7 @@ class FrameworkLoop:
         self._logical_batch = self._steps = 0
         self._reading: tuple[float, int] | None = None  # Cost and first bytes of the micro-batch that is measured now
         self._first_bytes = 0  # In use before an early step, which has the optimizer's state
+        self._first_states: list[int] = []  # Bytes of each optimizer's state by then
         self._in_step = False  # Whether `whole` runs now
         self._comparisons = Comparisons()
         self._optimizer_steps = 0
@@ -772,9 +773,15 @@ class FrameworkLoop:
     def _leak(self, message: str) -> DoesNotFitError | None:
         """Makes the error of a loop that keeps more and more memory; None where it does not."""
         self.meter.release()
-        growth_bytes = self.meter.allocated_bytes() - self._first_bytes
-        is_leak = self._first_bytes > 0 and growth_bytes > _LEAK_SHARE * self.meter.capacity_bytes
-        if not is_leak:
+        if not self._first_bytes:
+            return None
+        growths = [now - then for now, then in zip(self._state_bytes(), self._first_states, strict=False)]
+        growth_bytes = self.meter.allocated_bytes() - self._first_bytes - sum(growths)
+        least_bytes = _LEAK_SHARE * self.meter.capacity_bytes
+        if max(growths, default=0) > max(least_bytes, growth_bytes):
+            grown = int(np.argmax(growths))
+            return _state_growth(self.optimizers[grown], growths[grown], self._steps, message)
+        if growth_bytes <= least_bytes:
             return None
         hoard = self.state.largest_hoard()
         keeps = f"; {hoard}" if hoard else ""
@@ -782,6 +789,12 @@ class FrameworkLoop:
             f"The memory in use before a batch has grown by {size_text(growth_bytes)} in {self._steps} steps{keeps}",
             value=message, remedy="Keep numbers in place of tensors: loss.item(), or loss.detach().cpu()",
         )  # fmt: skip
+
+    def _state_bytes(self) -> list[int]:
+        """Returns the bytes of each optimizer's state on the device, its history included."""
+        kind = self.meter.device.type
+        states = [leaves(list(optimizer.state.values())) for optimizer in self.optimizers]
+        return [sum(tensor.nbytes for tensor in state if tensor.device.type == kind) for state in states]
 
     def _after_parts(self, trains: bool, *, failed: bool) -> None:
         engine = self.engine
@@ -949,6 +962,7 @@ class FrameworkLoop:
                 self._reading = (cost, self.meter.allocated_bytes())
             if self._steps == _FIRST_READ and not self._first_bytes:
                 self._first_bytes = self._reading[1]
+                self._first_states = self._state_bytes()
 
     def _end_reading(self) -> None:
         if self._reading is not None:
@@ -1099,6 +1113,19 @@ class _WholeStep(CatchOutOfMemory):
     ) -> bool:
         self._loop._end_whole(self._samples, error)
         return super().__exit__(kind, error, traceback)
+
+
+def _state_growth(optimizer: Optimizer, growth_bytes: int, steps: int, message: str) -> DoesNotFitError:
+    """Makes the error of an optimizer whose state grows, as the history of LBFGS does."""
+    remedy = f"{LESS[:1].upper()}{LESS[1:]}"
+    if "history_size" in optimizer.defaults:
+        # Each step of LBFGS keeps a direction and a change of the gradient.
+        held = max((len(state.get("old_dirs", ())) for state in optimizer.state.values()), default=0)
+        remedy = f"Give it history_size={max(held // 2, 1)}, in place of {optimizer.defaults['history_size']}"
+    grown = f"has grown by {size_text(growth_bytes)} in {steps} steps"
+    return DoesNotFitError(
+        f"The state of the optimizer {type(optimizer).__name__} {grown}", value=message, remedy=remedy
+    )
 
 
 @dataclass
