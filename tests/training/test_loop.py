@@ -96,6 +96,37 @@ def test_a_loss_that_is_not_finite_is_an_error_with_remedies(tmp_path: Path) -> 
     assert error.value.exit_code == RUN_FAILED
 
 
+class TokenBatch(LineBatch):
+    """Points of a thousand tokens each; only computing the losses tells their number."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        super().__init__(x, 10**9)
+        self.denominators: Any = None
+
+    def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[torch.Tensor, float]]:
+        total, points = super().losses(model, start, stop)["error"]
+        return {"error": (1000 * total, 1000 * points)}
+
+
+class TokenTask(LineTask):
+    """Points of a thousand tokens each."""
+
+    def logical_batch(
+        self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> LineBatch:
+        return TokenBatch(self._x[rows].to(device, dtype))
+
+
+def test_in_half_precision_a_split_batch_skips_no_more_steps_than_the_whole_one(tmp_path: Path) -> None:
+    scales = [
+        train_line(
+            tmp_path / f"{limit}", TokenTask(), batch_size=20, precision="fp16", micro_batch_size=limit
+        ).engine.optimization.scaler.get_scale()
+        for limit in (20, 5)
+    ]
+    assert scales[0] == scales[1] > 1000
+
+
 class UncountedBatch(LineBatch):
     """Squared errors whose denominator counts no point; only computing the losses tells it where `is_known` is False"""
 

@@ -79,12 +79,23 @@ class HalfGradients:
         if parameter in self._is_half or type(gradient) is not Tensor or gradient.layout is not torch.strided:
             return
         few = gradient.flatten()[:_LOOKED_AT] if gradient.is_contiguous() else gradient[:1].flatten()[:_LOOKED_AT]
+        # Infinite numbers may come from anywhere. A scaler begins with a scale at which most are, for a few steps.
+        if not few.isfinite().all():
+            return
         self._looks[parameter] = self._looks.get(parameter, 0) + 1
-        # Numbers of a few bits, as zeros, are numbers of every format; infinite ones may come from anywhere.
-        if few.isfinite().all() and not torch.equal(few.bfloat16().to(few.dtype), few):
+        # Numbers of a few bits, as zeros, are numbers of every format.
+        if not torch.equal(few.bfloat16().to(few.dtype), few):
             self._is_half[parameter] = torch.equal(few.half().to(few.dtype), few)
         elif self._looks[parameter] >= _MOST_LOOKS:
             self._is_half[parameter] = False
+
+
+def are_finite(gradients: Sequence[Tensor]) -> bool:
+    """Tells whether all numbers of gradients are finite; the host waits for the answer."""
+    if not gradients:
+        return True
+    norms = torch._foreach_norm([one.coalesce().values() if one.is_sparse else one for one in gradients], torch.inf)
+    return bool(torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all())
 
 
 def is_inexact(tensor: Tensor) -> bool:

@@ -33,7 +33,7 @@ from can_train.fit.optimizer import freeze
 from can_train.fit.packing import BatchCosts
 from can_train.fit.pass_state import Snapshot
 from can_train.fit.planner import PROBED, Planner, Planners
-from can_train.fit.precision import Precision, number_format, tf32
+from can_train.fit.precision import Precision, are_finite, number_format, tf32
 from can_train.fit.random_state import seed_rank, step_generator
 from can_train.fit.rescue import describe_out_of_memory, fatal_out_of_memory
 from can_train.fit.run_plan import RunPlan
@@ -90,6 +90,7 @@ class ShareReport:
         forms: Which gradients and buffers the rank has.
         received: The signal that the rank has received so far; None: none.
         is_late: Whether the time of training is up by the rank's clock.
+        is_finite: Whether the gradients are, where they were computed in float16 with denominators that are estimates.
         dependence: The dependences of samples on their batch that a comparison of the share has shown, for the first
             time; None: it was not compared.
     """
@@ -98,6 +99,7 @@ class ShareReport:
     forms: Forms
     received: int | None
     is_late: bool
+    is_finite: bool
     dependence: BatchDependence | None
 
 
@@ -706,10 +708,12 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
         shares, denominators = _accumulate(session, rows)
         result, earlier_ooms = combine_shares([share.result for share in shares]), 0
         factors = denominators.factors(result)
-        if len(set(factors.values())) > 1:
-            # Each term needs a factor of its own, and their gradients have been added up: once more, with the
-            # denominators that the first pass has found. Memory ran out in the first pass mostly; the second one begins
-            # with smaller micro-batches.
+        has_overflowed = min(factors.values()) < 1 and not all(share.is_finite for share in shares)
+        if has_overflowed or len(set(factors.values())) > 1:
+            # Each term needs a factor of its own, and their gradients have been added up; or denominators that were
+            # taken to be too small made them leave the range of float16. Once more, with the denominators that the
+            # first pass has found. Memory ran out in the first pass mostly; the second one begins with smaller
+            # micro-batches.
             optimization.optimizer.zero_grad(set_to_none=True)
             snapshot.restore()
             earlier_ooms, factor = result.ooms_rescued, 1.0
@@ -817,8 +821,11 @@ def _accumulate(
             dependence = _compare(session, losses_of, costs, result)
         session.with_room(engine, engine.reserve.before_step)
         forms = ranks.forms(engine.optimization.parameters, session.model)
+        gradients = [shard_of(one.grad) for one in engine.optimization.parameters if one.grad is not None]
+        is_guessed = engine.optimization.scaler.is_enabled() and not denominators.is_exact
+        is_finite = not is_guessed or are_finite(gradients)
     report = ShareReport(result=result, forms=forms, received=session.stops.received, is_late=session.is_late,
-                         dependence=dependence)  # fmt: skip
+                         is_finite=is_finite, dependence=dependence)  # fmt: skip
     return ranks.exchange(report), denominators
 
 
