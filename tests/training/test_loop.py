@@ -127,6 +127,15 @@ def test_in_half_precision_a_split_batch_skips_no_more_steps_than_the_whole_one(
     assert scales[0] == scales[1] > 1000
 
 
+def test_an_epoch_without_a_step_for_overflowing_gradients_is_told(tmp_path: Path) -> None:
+    told = [
+        notices(train_line(tmp_path / precision, TokenTask(), epochs=1, batch_size=60, precision=precision))
+        for precision in ("fp16", "fp32")
+    ]
+    overflow = "All gradients of epoch 1 left the range of float16, and no step was taken"
+    assert [overflow in text for text in map("\n".join, told)] == [True, False]
+
+
 class UncountedBatch(LineBatch):
     """Squared errors whose denominator counts no point; only computing the losses tells it where `is_known` is False"""
 

@@ -271,6 +271,7 @@ class Session(Parts):
         is_thawed: Whether other parameters are trained than at first, by other plans than those in the run folder.
         may_go_on_as_shards: Whether memory ran out on the last rung, and shards of the model may fit.
         in_optimizer_step: Whether an optimizer steps now, which cannot be undone.
+        has_moved: Whether a step of the epoch has moved weights: under fp16 the scaler skips those that overflow.
         reserve_ran_out: Whether memory ran out that is reserved for a step of an optimizer.
         foreign_bytes: Most memory that other processes held when memory ran out outside of the micro-batches.
         not_finite: Metrics that were no finite numbers in a validation, which is told once.
@@ -294,6 +295,7 @@ class Session(Parts):
     is_thawed: bool = False
     may_go_on_as_shards: bool = False
     in_optimizer_step: bool = False
+    has_moved: bool = False
     reserve_ran_out: bool = False
     foreign_bytes: int = 0
     not_finite: set[str] = field(default_factory=set)

@@ -569,6 +569,7 @@ def _train_epoch(session: Session, stage: Stage) -> EpochFigures:
     steps = session.epochs.steps(progress.epoch)
     started, samples_before = time.perf_counter(), progress.epoch_samples
     session.model.train()
+    session.has_moved = False
     while progress.step_in_epoch < len(steps):
         ends_epoch = progress.step_in_epoch + 1 == len(steps)
         take_step(session, steps[progress.step_in_epoch], ends_epoch=ends_epoch)
@@ -586,6 +587,9 @@ def _train_epoch(session: Session, stage: Stage) -> EpochFigures:
     # None were trained where a run is resumed at the end of an epoch.
     trained = progress.epoch_samples - samples_before
     per_second = round(trained / seconds, 1) if seconds and trained else None
+    if trained and not session.has_moved:
+        overflow = f"All gradients of epoch {progress.epoch + 1} left the range of float16, and no step was taken"
+        session.reporter.notice(f"{overflow}: give --precision bf16 or fp32, or a loss with smaller gradients")
     session.log(
         epoch=progress.epoch + 1,
         train=progress.epoch_means,
@@ -736,6 +740,7 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
             session.in_optimizer_step = True
             moved = optimization.step(session.progress.step, session.progress.updates)
             session.in_optimizer_step = False
+            session.has_moved |= moved
             session.engine.batcher.stepped()
             # The schedule moves within the step, by epoch too, so that a checkpoint has both or neither.
             if ends_epoch if session.training.scheduler_interval == "epoch" else moved:
