@@ -332,6 +332,12 @@ def test_no_line_of_setup_takes_the_lines_after_it(tmp_path: Path, lines: list[s
     assert set_up(tmp_path, *lines[:-1], "here=1", lines[-1]).returncode == 0
 
 
+@pytest.mark.parametrize("line", ["[ -f nothing ] && . nothing", "! true", "for f in no; do [ -f $f ] && . $f; done"])
+def test_a_last_line_of_setup_whose_status_ends_no_script_ends_no_job(tmp_path: Path, line: str) -> None:
+    assert set_up(tmp_path, "echo bye", line).stdout == f"bye\n{tmp_path}/python\n"
+    assert "ended with exit status 1: false" in set_up(tmp_path, line, "false").stderr
+
+
 def test_teardown_lines_have_the_functions_and_variables_of_setup_lines() -> None:
     text = written(ClusterSettings(time="90", setup=["put() { echo $1; }", "x=5"], teardown=["put $x"]))
     setup, _, rest = text.partition("# command")

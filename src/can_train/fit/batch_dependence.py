@@ -41,7 +41,8 @@ TOLERANCE: Final = {torch.float64: 1e-9, torch.float32: 1e-4}
 # Change of a gradient by a split, in changes by another rounding of the weights, that may be round-off, too. The parts'
 # gradients may cancel each other within each sample, so that their size does not tell.
 ROUNDINGS: Final = 3.0
-_AS_WHOLE: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # Whole numbers with as many bytes
+# Whole numbers with as many bytes. The last place of a weight of 16 bits is up to 0.8 % of it, and no rounding.
+_AS_WHOLE: Final = {4: torch.int32, 8: torch.int64}
 _HALF_TOLERANCE: Final = 3e-2  # Tolerance of float16, bfloat16 and mixed precision
 # Functions that drop activations, in torch and torch.nn.functional, in place or not.
 _DROPOUT: Final = re.compile(r"(feature_)?(alpha_)?dropout([123]d)?_?")

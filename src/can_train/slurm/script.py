@@ -426,9 +426,10 @@ def _setup(cluster: ClusterSettings, imports: Sequence[str], after_job: str) -> 
 def _evaluated(lines: Sequence[str]) -> list[str]:
     """Returns the line that runs a user's lines in the shell of the job's script. They are the text of one argument: a
     parenthesis too many, a here-document without an end, or a last line that ends with a backslash would otherwise
-    change the lines of can-train after them.
+    change the lines of can-train after them. A line of can-train ends the text, so that `eval` has no status of a list
+    like `[ -f env ] && . env`, which ends no script.
     """
-    text = "\n".join(lines)
+    text = "\n".join([*lines, ":"])
     return [f"eval {shlex.quote(text)}"]
 
 
