@@ -454,7 +454,7 @@ def unknown_name(what: str, name: str, valid: Iterable[str], *, more: str = "") 
     how_many = "Valid, nearest first" if close else "Valid"
     if len(names) > _MAX_SUGGESTIONS:
         how_many = f"Nearest of {len(names)}" if close else f"The first of {len(names)}"
-    listed = ", ".join(names[:_MAX_SUGGESTIONS])
+    listed = ", ".join(names[:_MAX_SUGGESTIONS]) or "none so far"
     return ConfigError(f"Unknown {what}", value=repr(name), remedy=f"{how_many}: {listed}{more}")
 
 

@@ -91,6 +91,22 @@ cd; exec "$@"
     ssh.chmod(0o755)
 
 
+@pytest.mark.parametrize("home", ["~", "~/", "~//", "."])
+def test_the_home_directory_of_another_machine_is_a_place(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], home: str
+) -> None:
+    machine(tmp_path)
+    copied = said(capsys, "sync", "0001", f"me@there:{home}", *runs.flags)
+    assert [*tmp_path.glob("*-0001/copied.json")]
+    assert copied.splitlines()[-1].endswith(" --runs-dir ." if home == "." else " --runs-dir ~")
+
+
+def test_the_home_directory_of_another_person_is_given_as_a_path(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "me@host:/home/them/runs" in said(capsys, "sync", "0001", "me@there:~them/runs", *runs.flags, code=2)
+
+
 @pytest.mark.parametrize(
     ("place", "words"),
     [("gr ö/b c/d", "mkdir -p 'gr ö/b c'"), ("me@there:a/b c/d", """ssh me@there 'mkdir -p '"'"'a/b c'"'"''"""),

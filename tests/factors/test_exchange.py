@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from can_train.errors import ArgumentError, DataError
+from can_train.errors import ArgumentError, ConfigError, DataError
 from can_train.factors.exchange import parse_import
 from can_train.factors.observations import Imported, write_record
 from can_train.factors.store import FactorStore, get_safety_factor_db
@@ -210,6 +210,15 @@ def test_a_pin_takes_numbers_of_any_library(value: Any, tmp_path: Path) -> None:
 def test_a_pin_beyond_any_float_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"not in \(0, 1\]"):
         get_safety_factor_db(tmp_path).pin("digits", 10**400)
+
+
+def test_a_pin_names_its_key_and_a_device_that_nothing_is_known_of_is_said_to_be_unknown(tmp_path: Path) -> None:
+    store = get_safety_factor_db(tmp_path)
+    with pytest.raises(ArgumentError, match="A pin is of one configuration"):
+        store.pin("", 0.4)
+    store.pin("digits", 0.4)
+    with pytest.raises(ConfigError, match=r"Unknown device: 'nope'\.\nValid: none so far"):
+        store.get_factor("digits", "nope")
 
 
 def test_a_reset_or_pin_of_a_key_without_its_size_holds_for_every_size(tmp_path: Path) -> None:

@@ -161,6 +161,18 @@ def test_derivatives_by_torch_func_are_refused_on_a_rung(rung: Rung) -> None:
     assert "--fit split" in raised.value.remedy
 
 
+def test_the_error_of_a_loss_that_saves_tensors_below_torch_func_by_itself_is_pytorchs() -> None:
+    model = nn.Linear(2, 2)
+
+    def saving(x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return model(x).sum()
+
+    with pytest.raises(RuntimeError, match="saved tensor hooks") as raised, computed_on(SPLIT_ALONE, model):
+        torch.func.grad(saving)(torch.ones(2))
+    assert not isinstance(raised.value, ConfigError)
+
+
 def test_a_step_that_puts_attributes_back_may_end_on_a_rung() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
     with computed_on(Rung(recompute=("0",)), model):

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from can_train.errors import CheckpointError, DoesNotFitError, StateError
+from can_train.errors import CheckpointError, ConfigError, DoesNotFitError, StateError
 from can_train.factors.observations import read_records, write_record
 from can_train.factors.store import factor_rule, get_safety_factor_db
 from can_train.fit.factor_rule import NO_AIM
@@ -239,6 +239,8 @@ def test_the_effective_factor_is_that_of_the_next_run(tmp_path: Path) -> None:
     run = line_run(tmp_path)
     assert get_effective_safety_factor(run) == 0.6
     assert get_effective_safety_factor(run.config) == 0.6
+    with pytest.raises(ConfigError, match="A configuration names its task: its keys are none"):
+        get_effective_safety_factor({})
 
 
 def test_attempts_of_a_run_are_counted(tmp_path: Path) -> None:

@@ -81,6 +81,10 @@ def _split(names: Sequence[str], command: str) -> tuple[list[str], str]:
     # A place that begins with a hyphen would be an option of rsync or ssh.
     if place.startswith("-") or (":" in place and not _REMOTE.fullmatch(place) and "/" not in place.partition(":")[0]):
         raise ConfigError("A place is a folder or user@host:path", value=repr(place), remedy="Write it as me@host:runs")
+    machine, folder = _split_place(place)
+    if machine and folder.startswith("~") and not folder.startswith("~/") and folder != "~":
+        remedy = "Write the home directory of another person as a path: me@host:/home/them/runs"
+        raise ConfigError("No shell there reads a place", value=repr(place), remedy=remedy)
     return runs, place
 
 
@@ -115,7 +119,9 @@ def _split_place(place: str) -> tuple[str, str]:
 
 def _quoted(folder: str) -> str:
     # A quoted tilde would be a folder of that name.
-    return f"~/{shlex.quote(folder[2:])}" if folder.startswith("~/") and folder != "~/" else shlex.quote(folder)
+    if folder.rstrip("/") == "~":
+        return "~"
+    return f"~/{shlex.quote(folder[2:])}" if folder.startswith("~/") else shlex.quote(folder)
 
 
 def _describe(status: RunStatus, labels: RunLabels) -> CopyRecord:
@@ -139,7 +145,9 @@ def _rsync(options: Sequence[str], folders: Sequence[Path], place: str) -> str:
     machine, folder = _split_place(place)
     # An argument list: no shell reads a name. `--protect-args` keeps the other machine's shell from it, too, which
     # would expand a tilde. Folders there are below the home directory anyway.
-    target = f"{machine}:{folder.removeprefix('~/')}" if machine else str(Path(place).expanduser().absolute())
+    below_home = folder[2:].lstrip("/") if folder == "~" or folder.startswith("~/") else folder
+    # Without a folder, the slash below would be the root of the other machine.
+    target = f"{machine}:{below_home or '.'}" if machine else str(Path(place).expanduser().absolute())
     command = [program, "--archive", "--partial", "--protect-args", "--8-bit-output", "--exclude=/*/lock", *options,
                "--", *(str(folder.absolute()) for folder in folders), f"{target.rstrip('/')}/"]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)

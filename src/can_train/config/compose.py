@@ -155,6 +155,11 @@ def _task(request: RunRequest) -> tuple[str, str, TaskSettings]:
 
 def _task_of(plain: Mapping[str, Any]) -> TaskSettings:
     """Returns the description of the task of a run with these plain values."""
+    if "task" not in plain:
+        found = f"its keys are {', '.join(map(str, plain)) or 'none'}"
+        raise ConfigError(
+            "A configuration names its task", value=found, remedy="Give all values of a run's config.yaml"
+        )
     paths = plain.get("paths")
     code_dir = str(paths.get("code_dir", "")) if isinstance(paths, Mapping) else ""
     return load_task_settings(str(plain.get("task")), code_dir)

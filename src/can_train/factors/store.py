@@ -196,6 +196,10 @@ class FactorStore:
             StateError: The event cannot be written.
         """
         _check_names(key, device)
+        if not key:
+            raise ArgumentError(
+                "A pin is of one configuration", value="no key", remedy="can-train factors lists the keys"
+            )
         check_kinds("a share of the tuned limit", Real, "Give value=0.5 for half of it", value=value)
         if not 0 < value <= 1:
             remedy = "Give a share of the tuned limit: 0.5 is half of it"

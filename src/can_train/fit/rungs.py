@@ -286,7 +286,9 @@ def computed_on(
             stack.enter_context(OffloadedActivations(model, on_left))
         for path, parts in segments.items():
             stack.enter_context(_recomputed(model.get_submodule(path), parts, repetitions))
-        with repetitions.counted(rung) if segments else nullcontext(), _without_functorch():
+        if segments or rung.offload:
+            stack.enter_context(_without_functorch())
+        with repetitions.counted(rung) if segments else nullcontext():
             yield
 
 
