@@ -29,6 +29,8 @@ def train(folder, stops):
             time.sleep(0.01)
         time.sleep(float((folder.path / "step_s").read_text()))
         (folder.path / "saved").touch()
+        (folder.path / "checkpoints").mkdir(exist_ok=True)
+        (folder.path / "checkpoints" / "1.pt").touch()
         stops.exit()
 
 def prepare(folder, stops):
@@ -126,15 +128,17 @@ def test_a_warned_job_saves_and_is_put_back(start: Start) -> None:
     assert job.calls == ["scontrol requeue 7"]
 
 
-def test_a_warned_job_that_slurm_does_not_put_back_has_saved_and_says_why_it_does_not_go_on(start: Start) -> None:
-    job = start("train")
+@pytest.mark.parametrize(("entry", "saved"), [("train", True), ("prepare", False)])
+def test_a_warned_job_that_slurm_does_not_put_back_says_why_it_does_not_go_on(
+    start: Start, entry: str, saved: bool
+) -> None:
+    job = start(entry)
     (job.folder / "bin" / "scontrol").write_text("#!/bin/sh\necho Requested operation is disabled >&2; exit 1\n")
     assert job.send(signal.SIGUSR2) == WARNED
-    assert (job.folder / "saved").exists()
-    assert (job.ended.ending, job.ended.message) == (
-        "time_limit",
-        "warned and saved; its job could not be put back into the queue (Requested operation is disabled)",
-    )
+    assert (job.folder / "saved").exists() == job.ended.has_saved == saved
+    warned = "warned and saved" if saved else "warned before a checkpoint"
+    refusal = "its job could not be put back into the queue (Requested operation is disabled)"
+    assert (job.ended.ending, job.ended.message) == ("time_limit", f"{warned}; {refusal}")
 
 
 def test_a_warning_before_there_is_anything_to_save_loses_nothing(start: Start) -> None:

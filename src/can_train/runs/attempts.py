@@ -161,7 +161,12 @@ class AttemptEnd:
     @property
     def has_saved(self) -> bool:
         """Whether a signal ended the attempt after a checkpoint: the process saves before it leaves."""
-        return self.ending in _UNSAVED and self.message != _UNSAVED[self.ending]
+        return self.ending in _UNSAVED and not self.unsaved
+
+    @property
+    def unsaved(self) -> str:
+        """The message if a signal ended the attempt before a checkpoint; else empty."""
+        return next((message for message in _UNSAVED.values() if self.message.startswith(message)), "")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,7 +145,9 @@ def _return_to_queue(folder: RunFolder, stops: StopRequests) -> None:
         if row is None or (row.state != "RUNNING" and row.reason != "TimeLimit"):
             return
     if refusal := client.requeue_job(context.job):
-        folder.attempts.record_end("time_limit", f"{_SAVED}; {_not_put_back(refusal)}", {})
+        end = folder.attempts.end_in(context)
+        warned = (end.unsaved if end is not None else "") or _SAVED
+        folder.attempts.record_end("time_limit", f"{warned}; {_not_put_back(refusal)}", {})
 
 
 def _not_put_back(refusal: str) -> str:
@@ -710,7 +712,7 @@ def _requeue(runs: "Sequence[tuple[_EndedJob, str, Requeue]]") -> str:
     for ended, ending, _ in runs:
         if ended.end is not None and ended.end.rank is None:
             # The training has recorded its own failed attempt to requeue the job.
-            ended.attempts.record_end(ending, "", ended.end.details)
+            ended.attempts.record_end(ending, ended.end.unsaved, ended.end.details)
     first, _, decision = runs[0]
     if refusal := client.requeue_job(first.slurm_job):
         return "\n".join(_record_failed_restart(ended, ending, _not_put_back(refusal)) for ended, ending, _ in runs)
@@ -719,7 +721,8 @@ def _requeue(runs: "Sequence[tuple[_EndedJob, str, Requeue]]") -> str:
 
 def _record_failed_restart(ended: _EndedJob, ending: str, failure: str) -> str:
     """Records that a run could not be started again; returns a sentence with the command that continues it."""
-    message = {**_MESSAGES, "time_limit": _SAVED}.get(ending) or (ended.end.message if ended.end else "")
+    warned = (ended.end.unsaved if ended.end else "") or _SAVED
+    message = {**_MESSAGES, "time_limit": warned}.get(ending) or (ended.end.message if ended.end else "")
     details = ended.end.details if ended.end else {}
     ended.attempts.record_end(ending, "; ".join(filter(None, (message, failure))), details)
     return f"{failure}. Go on: can-train resume {ended.run.run_id}"
