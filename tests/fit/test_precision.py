@@ -71,5 +71,6 @@ def test_infinite_gradients_tell_nothing_however_often_they_are_seen() -> None:
 def test_gradients_are_finite_where_all_their_numbers_are(value: float) -> None:
     sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([value]), (2,), check_invariants=True)
     assert are_finite([])
+    assert are_finite([torch.ones(0)])
     for odd in (torch.tensor([value, 0.0]), sparse):
-        assert are_finite([torch.ones(3), odd]) == (value == 1)
+        assert are_finite([torch.ones(3), torch.ones(0), odd]) == (value == 1)

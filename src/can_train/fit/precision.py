@@ -92,9 +92,12 @@ class HalfGradients:
 
 def are_finite(gradients: Sequence[Tensor]) -> bool:
     """Tells whether all numbers of gradients are finite; the host waits for the answer."""
-    if not gradients:
+    dense = (one.coalesce().values() if one.is_sparse else one for one in gradients)
+    # An empty tensor, as the shard of a small bias may be, has no largest number.
+    filled = [one for one in dense if one.numel()]
+    if not filled:
         return True
-    norms = torch._foreach_norm([one.coalesce().values() if one.is_sparse else one for one in gradients], torch.inf)
+    norms = torch._foreach_norm(filled, torch.inf)
     return bool(torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all())
 
 
