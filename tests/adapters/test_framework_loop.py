@@ -1,6 +1,7 @@
 """What the loops of training frameworks may be given, and what they are told otherwise."""
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -294,3 +295,95 @@ def test_an_optimizer_whose_history_grows_is_named_and_no_container_of_the_modul
     loop.close()
     assert "kept" not in str(raised.value)
     assert re.fullmatch(r"Give it history_size=2\d, in place of 100", raised.value.remedy or "")
+
+
+Numbers = Callable[[int], Tensor]
+OUTPUTS = torch.randn(40, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+TOKENS = torch.arange(40) % 7 + 1
+
+
+def by_torch(samples: int) -> Tensor:
+    return 0.01 * torch.randn(samples, 4, dtype=torch.float64)
+
+
+def by_numpy(samples: int) -> Tensor:
+    return torch.from_numpy(0.01 * np.random.default_rng().standard_normal((samples, 4)))
+
+
+class NoisyStep:
+    """Computes a loss of noisy inputs, with a number of items where the step returns one."""
+
+    def __init__(self, how: str, draw: Numbers, *layers: nn.Module) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*layers, nn.Linear(4, 2)).double()
+        self.how, self.draw = how, draw
+
+    def loss(self, batch: Any) -> tuple[Tensor, float | None]:
+        x, y, tokens = batch
+        out = self.model(x + self.draw(len(x)))
+        each = (out - y).square().sum(1)
+        if self.how == "contrastive":
+            return F.cross_entropy(out @ out.T, torch.arange(len(x))), None
+        if self.how == "masked":
+            # A constant in place of the numbers masks all samples.
+            return (each * (torch.rand(len(x)) < 0.4)).mean(), None
+        if "tokens" in self.how:
+            items = float(tokens.sum())
+            return (each * tokens).sum() / items, items if self.how == "tokens and their number" else None
+        return each.sum() if self.how == "sum" else each.mean(), float(len(x)) if self.how == "mean of n" else None
+
+    def gradient(self, steps: int = 1, **settings: Any) -> Tensor:
+        loop = FrameworkLoop(framework="own", model=self.model, optimizers=[],
+                             settings=LoopSettings(learn=False, **settings))  # fmt: skip
+        batch = ROWS, OUTPUTS, TOKENS
+
+        def whole() -> None:
+            self.loss(batch)[0].backward()
+
+        for _ in range(steps):
+            self.model.zero_grad()
+            loop.step(batch, whole, lambda: loop.run_parts(batch, lambda part: self.loss(part.batch)) and None)
+        loop.close()
+        self.loop = loop
+        return torch.cat([parameter.grad.flatten() for parameter in self.model.parameters()
+                          if parameter.grad is not None])  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["mean", "sum", "tokens and their number"])
+@pytest.mark.parametrize("layers", [(), (nn.BatchNorm1d(4),)], ids=["", "BatchNorm"])
+def test_a_loss_that_draws_noise_adds_up_as_without_it_and_is_told(how: str, layers: tuple[nn.Module, ...]) -> None:
+    whole, cut = NoisyStep(how, by_torch, *layers).gradient(), NoisyStep(how, by_torch, *layers)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = cut.gradient(steps=4, limits=9)
+    told = (
+        "Samples depend on the rest of their batch through 0" if layers else "The step draws random numbers, and others"
+    )
+    assert [str(one.message).startswith(told) for one in caught] == [True]
+    assert not cut.loop.refused
+    # Another way would make it as many times too large, or too small, as there are parts.
+    assert float((found - whole).norm() / whole.norm()) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("how", "draw", "reason"),
+    [
+        ("contrastive", lambda samples: 100 * by_torch(samples), "cutting one changes its gradient by"),
+        ("tokens", by_torch, "cutting one changes its gradient by"),
+        ("mean", by_numpy, "its step draws random numbers that no constant can replace"),
+        ("masked", by_torch, "its step draws random numbers that no constant can replace"),
+    ],
+)
+def test_noise_hides_no_dependence_and_what_it_hides_is_not_split(how: str, draw: Numbers, reason: str) -> None:
+    step = NoisyStep(how, draw)
+    with pytest.warns(UserWarning, match=f"Batches are not split: {reason}") as caught:
+        step.gradient(limits=9)
+    assert len(caught) == 1
+
+
+def test_a_step_that_tells_the_items_of_its_mean_is_split_whatever_it_draws() -> None:
+    whole, cut = NoisyStep("mean of n", by_numpy).gradient(), NoisyStep("mean of n", by_numpy)
+    with pytest.warns(UserWarning, match="numbers that can-train cannot replace: .* is not known") as caught:
+        found = cut.gradient(limits=9)
+    assert len(caught) == 1
+    assert float((found - whole).norm() / whole.norm()) < 0.1

@@ -175,13 +175,17 @@ def test_a_value_that_is_no_mean_of_its_parts_is_named(lightning: ModuleType, tm
     assert len([one for one in caught if "spread" in str(one.message)]) == 1
 
 
-def drawing(draw: Callable[[Tensor], Tensor]) -> Any:
+def drawing(draw: Callable[[Tensor], Tensor], *, tells_samples: bool = False) -> Any:
     """A module whose steps draw other random numbers for parts than for the whole batch."""
 
     class Drawing(type(keeping_module(import_module("lightning.pytorch")))):  # type: ignore[misc] # made in a function
         def keep(self, x: Tensor, y: Tensor) -> Tensor:
             loss: Tensor = super().keep(x + 0.1 * draw(x), y)
             return loss
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            loss = self.keep(*batch)
+            return {"loss": loss, "denominator": len(batch[1])} if tells_samples else loss
 
     return Drawing()
 
@@ -216,7 +220,8 @@ def test_totals_of_random_numbers_that_cannot_be_repeated_are_added_up_and_named
     lightning: ModuleType, tmp_path: Path
 ) -> None:
     generator = np.random.default_rng(0)
-    plain, split = (drawing(lambda x: torch.from_numpy(generator.standard_normal(x.shape))) for _ in range(2))
+    noise = partial(drawing, lambda x: torch.from_numpy(generator.standard_normal(x.shape)), tells_samples=True)
+    plain, split = noise(), noise()
     run(trainer_of(lightning, tmp_path), "fit", plain, data(20))
     with pytest.warns(UserWarning, match="Of a batch that is split, these values") as caught:
         run(trainer_of(lightning, tmp_path, limits=10), "fit", split, data(20))

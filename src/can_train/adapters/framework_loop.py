@@ -45,11 +45,13 @@ from can_train.factors.observing import AttemptRecord, PlannedMemory, device_of,
 from can_train.factors.policies import make_policy
 from can_train.factors.store import FactorStore, rule_after
 from can_train.fit.batch_dependence import (
+    OTHER_DRAWS,
     SPLIT,
-    UNKNOWN,
+    UNREPEATABLE,
+    UNREPLACED,
     BatchDependence,
     Comparisons,
-    change_by_draws,
+    draws_numbers,
     no_dependence,
     percent,
 )
@@ -91,7 +93,6 @@ _NEWS: Final = 1.05  # A batch of so many times the largest cost that was read i
 _BELOW_FAILED: Final = 0.95  # Share of a cost that ran out of memory that micro-batches keep to
 _FOREIGN_SHARE: Final = 0.01  # Share of the capacity that may be missing though no other process runs
 _LEAK_SHARE: Final = 0.1  # Share of the capacity by which the memory before a batch grows only through a leak
-_DRAWN: Final = 3.0  # Change of a gradient by a split, in changes by other random numbers, that may be such a change
 _DREW: Final = 1e-5  # Relative difference of a loss from its parts' losses that is no round-off
 # How far the step of a framework's loop may go to fit.
 _FITS: Final = [fit for fit in CHOICES["fit"] if fit != "shard"]
@@ -843,7 +844,7 @@ class FrameworkLoop:
         after = StepState(self.model, self.meter.device, self.objects)
         after.read()
         self.monitor.pause()
-        earlier, was_sum, draws = self.batch_dependence, self.is_sum, False
+        earlier, was_sum = self.batch_dependence, self.is_sum
         is_open = earlier is None or (earlier.measured and not earlier.terms)
         losses: list[float] = []
 
@@ -853,26 +854,17 @@ class FrameworkLoop:
         try:
             with self.trial_scope():
                 dependence = self._measured(trial, micro_batches, scale) if is_open or earlier is None else earlier
-                if is_open:
-                    draws = not self.is_sum and self._draws_alone(trial, dependence)
-                if is_open and dependence.measured and not dependence.terms:
+                if is_open and dependence.measured and not dependence.terms and not dependence.draws:
                     trial.states.learn(self.kinds)
-                elif draws or dependence.modules or not dependence.measured:
+                elif dependence.draws or dependence.modules or not dependence.measured:
                     self._learn_kinds(compute, trial.states, max(micro_batches))
         finally:
             after.restore()
         self.batch_dependence = dependence
-        if draws:
-            self.batch_dependence = UNKNOWN
-            drawn = "The step draws random numbers, and others for micro-batches"
-            UNKNOWN.warn(f"{drawn}: whether samples of a batch depend on each other is not known")
-        elif is_open and self.is_sum != was_sum:
+        if is_open:
+            self._tell(dependence, has_items=trial.has_items)
+        if self.is_sum != was_sum:
             raise SplitRefusedError
-        elif is_open and dependence.terms and not dependence.modules:
-            # No layer is the reason.
-            raise self.refuse(f"cutting it changes its gradient by {percent(dependence.terms[LOSS])}")
-        elif is_open:
-            dependence.warn()
         is_weighted = len(trial.shares) == len(SPLIT) and not self.is_sum
         # Constants cannot take the place of numbers that NumPy has drawn.
         is_random = len(losses) >= len(SPLIT) + 1 and not math.isclose(
@@ -880,6 +872,21 @@ class FrameworkLoop:
         )
         self.kinds.judge(list(trial.shares.values()) if is_weighted else None, is_random=is_random)
         self.refuse_unless_made(trial.states)
+
+    def _tell(self, dependence: BatchDependence, *, has_items: bool) -> None:
+        """Tells what a comparison has shown; raises SplitRefusedError where the batch is not split. `has_items`: the
+        step tells the number of items that its loss is a mean over.
+        """
+        if dependence is UNREPLACED and not has_items:
+            raise self.refuse(UNREPEATABLE)
+        if dependence.terms and not dependence.modules:
+            # No layer is the reason.
+            raise self.refuse(f"cutting it changes its gradient by {percent(dependence.terms[LOSS])}")
+        if not dependence.draws or not dependence.measured:
+            dependence.warn()
+        elif OTHER_DRAWS not in self.told:
+            self.told.add(OTHER_DRAWS)
+            dependence.warn(OTHER_DRAWS)
 
     def refuse_unless_made(self, states: PartStates) -> None:
         """Raises SplitRefusedError where later steps may need a tensor that no arithmetic makes of its parts, such as a
@@ -891,15 +898,32 @@ class FrameworkLoop:
     def _measured(
         self, trial: _Parts, micro_batches: tuple[int, ...], scale: Callable[[Tensor], Tensor]
     ) -> BatchDependence:
-        """Measures the dependence of samples on each other; takes a loss for a sum where that explains it."""
+        """Measures the dependence of samples on each other; takes a loss for a sum where that explains it. Where random
+        numbers or normalising layers hide how a loss adds up, a constant takes the place of the numbers, and running
+        statistics the place of the batch's.
+        """
         assert self.engine is not None, "a batch was split"
         measure = partial(self.engine.batcher.measure_dependence, trial, micro_batches, scale=scale,
                           has_room=self.may_have_room)  # fmt: skip
+        dependence = self._as_mean_or_sum(measure)
+        draws = bool(dependence.terms) and self._draws(trial)
+        if not draws and not dependence.modules:
+            return dependence
+        alike = self._as_mean_or_sum(partial(measure, draws_alike=True))
+        if draws and (not alike.measured or (alike.terms and self._draws(trial, draws_alike=True))):
+            return UNREPLACED
+        # A layer that normalises is told, and not its random numbers.
+        return dependence if dependence.modules else replace(alike, draws=True)
+
+    def _as_mean_or_sum(self, measure: Callable[[], BatchDependence]) -> BatchDependence:
+        """Returns what a comparison measures; takes the loss for a sum where it is no mean."""
         dependence = measure()
-        if dependence.terms and not dependence.modules:
+        if dependence.terms and not self.is_sum:
             self.is_sum = True
-            if measure().terms:
-                self.is_sum = False
+            summed = measure()
+            if summed.measured and not summed.terms:
+                return summed
+            self.is_sum = False
         return dependence
 
     @property
@@ -907,13 +931,12 @@ class FrameworkLoop:
         """Whether a whole batch may fit: a limit of the user's own need not be where memory ends."""
         return self.settings.limits is not None and self._engine is not None and not self._engine.batcher.ooms_rescued
 
-    def _draws_alone(self, trial: _Parts, dependence: BatchDependence) -> bool:
-        """Tells whether other random numbers change a gradient about as much as the split of its batch did."""
-        if not dependence.terms or dependence.modules or not (samples := trial.largest):
-            return False
+    def _draws(self, trial: _Parts, *, draws_alike: bool = False) -> bool:
+        """Tells whether other random numbers change the gradient of a trial's samples."""
+        samples = trial.largest
         while samples > 1:
             with CatchOutOfMemory():
-                return dependence.terms[LOSS] <= _DRAWN * change_by_draws(self.model, trial, samples)
+                return draws_numbers(self.model, trial, samples, draws_alike=draws_alike)
             # Two gradients are there at once.
             self.meter.release()
             samples //= 2
@@ -1139,6 +1162,7 @@ class _Parts:
     loss_of: LossOf
     costs: BatchCosts
     is_trial: bool = False
+    has_items: bool = False  # Whether the step tells the number of items that its loss is a mean over
     shares: dict[int, float] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
 
@@ -1153,6 +1177,7 @@ class _Parts:
             loop.begin_reading(self.costs.cost(start, stop))
         part = self.part(start, stop)
         loss, items = self._computed(part)
+        self.has_items |= items is not None
         if loop.compares:
             loop.check_parameters(part)
         share = loop.share_of(part, items)

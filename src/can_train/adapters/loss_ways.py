@@ -280,9 +280,7 @@ class Comparison:
         return 0 < size < math.inf
 
     def _repeatable(self) -> NoDropout:
-        mode = NoDropout()
-        mode.draws_alike = self.draws_alike
-        return mode
+        return NoDropout(draws_alike=self.draws_alike)
 
 
 def _relative_difference(whole: Numbers, parts: Sequence[Numbers], weights: Sequence[float]) -> float:

@@ -51,7 +51,7 @@ from can_train.adapters.trainer_state import (
 from can_train.errors import ArgumentError, DoesNotFitError
 from can_train.factors.observations import Outcome
 from can_train.factors.observing import outcome_of
-from can_train.fit.batch_dependence import UNKNOWN, BatchDependence, Comparisons
+from can_train.fit.batch_dependence import OTHER_DRAWS, UNKNOWN, UNREPEATABLE, UNREPLACED, BatchDependence, Comparisons
 from can_train.fit.collate import leaves, select_samples
 from can_train.fit.packing import counts_of
 from can_train.fit.pass_state import Generators
@@ -67,13 +67,6 @@ _LOSS: Final = "loss"
 _SMALL_CHANGE: Final = 5e-4  # Relative change below which a percentage has no digit
 _LABELS: Final = ("labels", "label")  # Names of labels in transformers and in sentence-transformers
 _LEAST: Final = 2  # Fewest samples that are cut
-_OTHER_DRAWS: Final = (
-    "The step draws random numbers, and others for micro-batches; apart from that, the gradient is the batch's"
-)
-_UNREPEATABLE: Final = (
-    "its step draws random numbers that are not PyTorch's, or permutes its samples, so that no comparison shows how its"
-    " loss adds up"
-)
 _FORWARD_SAMPLES: Final = 8  # Samples whose losses are compared where a single one fits in a whole step
 
 
@@ -455,11 +448,11 @@ class _Parts:
     def _settle(self, result: ComparisonResult, *, decides: bool) -> None:
         kind = self.kind
         if not result.is_known and result.draws and self.trains:
-            self.refuse(_UNREPEATABLE)
+            self.refuse(UNREPEATABLE)
         elif not result.is_known:
             del kind.ways[1:]
             kind.is_open = False
-            cause = "The step draws random numbers that can-train cannot replace" if result.draws else result.failure
+            cause = UNREPLACED.unknown_because if result.draws else result.failure
             unknown = (
                 f"{cause or UNKNOWN.unknown_because}: whether samples of a batch depend on each other is not known"
             )
@@ -470,7 +463,7 @@ class _Parts:
             kind.ways = [result.ways[0]] if decides and not self.is_undecidable else list(result.ways)
             if result.draws and not kind.draws:
                 kind.draws = True
-                UNKNOWN.warn(_OTHER_DRAWS)
+                UNKNOWN.warn(OTHER_DRAWS)
             if result.through and not kind.is_told:
                 kind.is_told = True
                 # A part of one sample has no variance, and no gradient to compare.

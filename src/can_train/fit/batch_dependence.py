@@ -13,7 +13,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -63,6 +63,13 @@ _DRAWS: Final = re.compile(r"(rand|randn|normal|bernoulli|poisson)(_like)?|(norm
 _DRAWS_WHOLE: Final = re.compile(r"randint(_like)?|random_")
 _BOUNDS: Final = ("low", "from", "high", "to")  # Names of the bounds, from below
 _DRAWN: Final = 0.5  # Takes the place of random numbers where samples must have the same ones in a part as in the whole
+OTHER_DRAWS: Final = (
+    "The step draws random numbers, and others for micro-batches; apart from that, the gradient is the batch's"
+)
+UNREPEATABLE: Final = (
+    "its step draws random numbers that no constant can replace, such as NumPy's, a permutation or a mask, so that no"
+    " comparison shows how its loss adds up"
+)
 _LEAST_SHOWN: Final = 0.001  # Relative difference below which a sentence gives a bound: 0.0% reads as none
 _COUNT_TOLERANCE: Final = 1e-6  # Relative difference of two sums of denominators that is round-off
 # Kinds of batches that are counted each by itself. A loop that trains other parameters in every step has more.
@@ -124,6 +131,7 @@ class BatchDependence:
     faults: Mapping[str, LossFault] = field(default_factory=dict)  # By term, where a loss is not as it should be
     trains: bool = True  # Whether the loss has a gradient of any parameter
     measured: bool = True  # Whether it could be measured, which takes memory; if not, nothing is known
+    draws: bool = False  # Whether the step draws random numbers beside dropout; a constant took their place
     unknown_because: str = "A few samples could not be computed both at once and split"
 
     def joined(self, later: BatchDependence) -> BatchDependence:
@@ -266,6 +274,9 @@ def _fold(inputs: Tensor, of_inputs: int, weight: Tensor, of_weight: int) -> tup
 
 Gradients = dict[str, list[Tensor]]  # Of each term, by parameter
 UNKNOWN: Final = BatchDependence(terms={}, modules=(), drops=False, measured=False)
+UNREPLACED: Final = replace(
+    UNKNOWN, draws=True, unknown_because="The step draws random numbers that can-train cannot replace"
+)
 ON_META: Final = replace(UNKNOWN, unknown_because="The model is on meta and has no values, so it computes no samples")
 
 
@@ -335,6 +346,12 @@ class _Passes:
     def is_finite(self) -> bool:
         """Whether all numbers of the whole gradient are finite."""
         return all(math.isfinite(_square_sum(each)) for own in self.whole.gradients.values() for each in own)
+
+    @property
+    def tells(self) -> bool:
+        """Whether the whole gradient is finite and not 0: a constant may mask all samples, and then any way holds."""
+        sizes = [_square_sum(each) for own in self.whole.gradients.values() for each in own]
+        return 0 < sum(sizes) < math.inf
 
     def adds_up(self, term: str) -> bool:
         """Tells whether the parts' denominators add up to the whole's."""
@@ -412,6 +429,7 @@ def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives som
     sizes: Sequence[int] = SPLIT,
     judges: bool = True,
     scale: Callable[[Tensor], Tensor] | None = None,
+    draws_alike: bool = False,
 ) -> BatchDependence:
     """Compares the gradients of the first `sum(sizes)` samples of a batch, computed whole and in parts of these sizes;
     leaves the model, which is in training mode, as it was. On processors the products of a large model are folded.
@@ -425,6 +443,8 @@ def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives som
         sizes: Samples of the two parts.
         judges: Whether sums and denominators are judged, too.
         scale: Applied to losses before backward, so that small gradients in half precision are not 0.
+        draws_alike: Whether a constant takes the place of random numbers, and normalising layers use their running
+            statistics. Where the gradient is then 0, or not finite, nothing is known.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # A loss may train a head outside of a model that is frozen.
@@ -447,12 +467,15 @@ def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives som
         return _Passes((first, second), whole, one, other, given=denominators, tolerance=tolerance)
 
     try:
-        with _folded_if_large(model), NoDropout() as mode:
+        alike = no_dependence(model) if draws_alike else nullcontext()
+        with _folded_if_large(model), NoDropout() as mode, alike:
             computed = passes(0.0)
             if scale is not None and not computed.is_finite:
                 # A scaler begins with a scale that is too large, and finds a smaller one.
                 scale = None
                 computed = passes(0.0)
+            if draws_alike and not computed.tells:
+                return UNREPLACED
             # A loss may switch to half precision by itself.
             tolerance = tolerance_of(any_parameter.dtype, half=half or mode.half)
             computed = replace(computed, tolerance=tolerance)
@@ -475,11 +498,9 @@ def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives som
             if judges and terms.keys() - faults.keys() and (normalising or mode.draws):
                 # A layer that makes samples depend on each other, or random numbers, would hide a mean.
                 del computed, change_of
-                mode.draws_alike = True
-                with _without_statistics(normalising.values()):
+                with no_dependence(model):
                     computed = passes(tolerance)
-                    alike = {term: computed.change(term) for term in terms}
-                    faults |= _faults(computed, alike)
+                    faults |= _faults(computed, {term: computed.change(term) for term in terms})
     finally:
         snapshot.restore()
     terms = {term: change for term, change in terms.items() if term not in faults}
@@ -555,31 +576,35 @@ def no_dependence(model: nn.Module) -> Iterator[None]:
     """Lets a sample have the same values in any part of its batch, in the block: dropout is off, normalising layers use
     their running statistics, and a constant takes the place of random numbers.
     """
-    mode = NoDropout()
-    mode.draws_alike = True
-    with mode, _without_statistics(filter(_normalises, model.modules())):
+    with NoDropout(draws_alike=True), _without_statistics(filter(_normalises, model.modules())):
         yield
 
 
-def change_by_draws(model: nn.Module, losses_of: Callable[[int, int], Losses], samples: int) -> float:
-    """Returns the largest relative difference of gradients of the first samples of a batch, computed twice, with other
-    random numbers each time; leaves the model, and the generators, as they were. Dropout is off.
+def draws_numbers(
+    model: nn.Module, losses_of: Callable[[int, int], Losses], samples: int, *, draws_alike: bool = False
+) -> bool:
+    """Tells whether other random numbers change the gradients of the first samples of a batch; leaves the model, and
+    the generators, as they were. Dropout is off; `draws_alike` tells whether a constant takes the place of the numbers
+    that it can replace.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    snapshot = Snapshot(model, parameters[0].device)
+    # A loss may train a head outside of a model that is frozen.
+    any_parameter = next(iter(parameters or model.parameters()))
+    snapshot = Snapshot(model, any_parameter.device)
     try:
-        with NoDropout():
+        with NoDropout(draws_alike=draws_alike) as mode:
             one = _pass(parameters, losses_of, (0, samples), None)
             # A pass may change buffers, which are no draws.
-            drawn = Generators(parameters[0].device)
+            drawn = Generators(any_parameter.device)
             snapshot.restore()
             drawn.restore()
             other = _pass(parameters, losses_of, (0, samples), None)
     finally:
         snapshot.restore()
     one, other = _aligned((one, other), parameters)
+    tolerance = tolerance_of(any_parameter.dtype, half=mode.half)
     twice = _Passes((samples, 0), one, other, other, given=None, tolerance=0.0)
-    return max((twice.difference(term, 1.0, 0.0) for term in one.sums), default=0.0)
+    return any(twice.difference(term, 1.0, 0.0) > tolerance for term in one.sums)
 
 
 def tolerance_of(dtype: torch.dtype, *, half: bool) -> float:
@@ -600,9 +625,10 @@ class NoDropout(TorchFunctionMode):
             of its batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, draws_alike: bool = False) -> None:
         super().__init__()
-        self.seen = self.half = self.draws = self.draws_alike = False
+        self.seen = self.half = self.draws = False
+        self.draws_alike = draws_alike
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -608,7 +608,7 @@ class MicroBatcher:
             self._leaves_traces |= not state.is_whole
             self.moves_weights |= state.has_moved
 
-    def measure_dependence(
+    def measure_dependence(  # noqa: PLR0913 - two callers, and each gives some of the arguments
         self,
         losses_of: Callable[[int, int], Losses],
         micro_batches: tuple[int, ...],
@@ -616,10 +616,12 @@ class MicroBatcher:
         scale: Callable[[Tensor], Tensor] | None = None,
         has_room: bool = False,
         judges: bool = False,
+        draws_alike: bool = False,
     ) -> BatchDependence:
         """Measures whether the losses of parts add up to the loss of their batch, which was cut into `micro_batches`.
         `judges` tells whether a mean in the place of a sum is an error, and not a dependence. `scale` is applied to
-        losses before backward (a gradient scaler).
+        losses before backward (a gradient scaler). `draws_alike` tells whether a constant takes the place of random
+        numbers, and running statistics the place of the batch's.
         The first samples are computed whole and in two parts: as many as the largest micro-batch has, since these have
         fitted; where there is room, the whole batch. Where memory runs out, half as many are tried.
         """
@@ -637,8 +639,9 @@ class MicroBatcher:
                 with CatchOutOfMemory(), self._meter.active(), _without_compiler(), on_rung:
                     sizes = (first, samples - first)
                     return measure_batch_dependence(
-                        self._model, losses_of, None, half=half, sizes=sizes, judges=judges, scale=scale
-                    )
+                        self._model, losses_of, None, half=half, sizes=sizes, judges=judges, scale=scale,
+                        draws_alike=draws_alike,
+                    )  # fmt: skip
                 self._meter.release()
                 self._whole_fits &= samples < sum(micro_batches)
         except Exception:  # noqa: BLE001 - a look at the loop must not end it
