@@ -64,7 +64,8 @@ _DRAWS_WHOLE: Final = re.compile(r"randint(_like)?|random_")
 _BOUNDS: Final = ("low", "from", "high", "to")  # Names of the bounds, from below
 _DRAWN: Final = 0.5  # Takes the place of random numbers where samples must have the same ones in a part as in the whole
 OTHER_DRAWS: Final = (
-    "The step draws random numbers, and others for micro-batches; apart from that, the gradient is the batch's"
+    "The step draws random numbers, and others for micro-batches; apart from that, the gradient is the batch's, unless"
+    " they decide what its loss is a mean over"
 )
 UNREPEATABLE: Final = (
     "its step draws random numbers that no constant can replace, such as NumPy's, a permutation or a mask, so that no"
