@@ -317,10 +317,13 @@ def test_nothing_changes_where_one_of_the_runs_cannot_be_deleted(
         return Path(path) != second
 
     line = ("delete", "0001", "0002", "--yes", *shelf.flags)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "access", belongs_to_others)
-        message = said(capsys, *line, code=2)
-    assert f"cannot be deleted: {second}: Permission denied" in " ".join(message.split())
+    for user, remedy in ((os.geteuid(), f"chmod -R u+w {second}"), (os.geteuid() + 1, "Ask the owner of the folder")):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "access", belongs_to_others)
+            patched.setattr(os, "geteuid", lambda user=user: user)
+            message = " ".join(said(capsys, *line, code=2).split())
+        assert f"cannot be deleted: {second}: Permission denied" in message
+        assert remedy in message
     assert listed(shelf, capsys) == [3, 2, 1]
     assert (first / "config.yaml").is_file()
     assert "Deleted 2 runs" in said(capsys, *line)

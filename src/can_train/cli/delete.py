@@ -3,6 +3,7 @@ entries in the registry. What their attempts taught stays.
 """
 
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,5 +112,14 @@ def _naming(run: KnownRun) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError("The run cannot be deleted", value=f"{run.path}: {error.strerror}",
-                       remedy="Ask the owner of the folder to delete it") from error  # fmt: skip
+        remedy = "Ask the owner of the folder to delete it"
+        if _is_own(run.folder.path):
+            remedy = f"Let it be written to:\n  chmod -R u+w {shlex.quote(str(run.folder.path))}"
+        raise RunError("The run cannot be deleted", value=f"{run.path}: {error.strerror}", remedy=remedy) from error
+
+
+def _is_own(folder: Path) -> bool:
+    try:
+        return folder.stat().st_uid == os.geteuid()
+    except OSError:
+        return False
