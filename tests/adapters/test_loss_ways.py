@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,9 +69,20 @@ def drawn_by_numpy(model: nn.Module, rows: Rows) -> Tensor:
 
 
 def masked(model: nn.Module, rows: Rows) -> Tensor:
-    """The constant in place of the numbers masks all tokens."""
     kept = torch.rand(len(rows), 4) < 0.3
     return (token_losses(model, rows) * kept).sum() / 12
+
+
+def mean_of_masked(model: nn.Module, rows: Rows, share: float) -> Tensor:
+    """The numbers decide what the loss is a mean over."""
+    kept = torch.rand(len(rows), 4) < share
+    return (token_losses(model, rows) * kept).sum() / kept.sum() + mean_of_samples(model, rows)
+
+
+def drawn_for_each_label(model: nn.Module, rows: Rows) -> Tensor:
+    """No size tells which numbers are a sample's."""
+    noise = torch.randn(int(LABELS[rows].ne(-100).sum()), dtype=torch.float64)
+    return (token_losses(model, rows)[LABELS[rows] != -100] * noise).sum() / 12
 
 
 def dropped(model: nn.Module, rows: Rows) -> Tensor:
@@ -117,9 +129,16 @@ def test_samples_that_are_compared_with_each_other_hold_in_no_way() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss_of", "way"), [(drawn_share_of_a_sum, WAYS[0]), (drawn_mean_of_labels, WAYS[1]), (drawn, WAYS[3])]
+    ("loss_of", "way"),
+    [
+        (drawn_share_of_a_sum, WAYS[0]),
+        (drawn_mean_of_labels, WAYS[1]),
+        (drawn, WAYS[3]),
+        (masked, WAYS[0]),
+        (drawn_for_each_label, WAYS[0]),
+    ],
 )
-def test_a_loss_that_draws_its_noise_is_compared_with_a_constant_in_its_place(loss_of: Any, way: Way) -> None:
+def test_a_sample_is_compared_with_the_numbers_that_it_has_in_the_whole_batch(loss_of: Any, way: Way) -> None:
     result = result_of(loss_of)
     assert result.ways == (way,)
     assert result.draws
@@ -132,9 +151,15 @@ def test_noise_hides_no_comparison_of_samples_with_each_other() -> None:
     assert result.difference > 0.1
 
 
-@pytest.mark.parametrize("loss_of", [drawn_by_numpy, masked])
-def test_a_loss_whose_numbers_no_constant_can_replace_is_not_known(loss_of: Any) -> None:
-    result = result_of(loss_of)
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_a_mean_over_what_drawn_numbers_keep_holds_in_no_way(share: float) -> None:
+    result = result_of(partial(mean_of_masked, share=share))
+    assert result.is_known
+    assert not result.ways
+
+
+def test_a_loss_whose_numbers_cannot_be_repeated_is_not_known() -> None:
+    result = result_of(drawn_by_numpy)
     assert not result.is_known
     assert result.draws
 

@@ -698,7 +698,7 @@ def test_noise_that_cannot_be_replaced_is_not_split_and_told(transformers: Any, 
     trainer = trainer_of(transformers, tmp_path, model, LoopSettings(limits=3, learn=False), max_steps=2)
     model.words.register_forward_hook(lambda _module, inputs, _output: sizes.append(len(inputs[0])))
     with pytest.warns(
-        UserWarning, match="not split: its step draws random numbers that no constant can replace"
+        UserWarning, match="not split: its step draws random numbers that can-train cannot repeat"
     ) as caught:
         trainer.train()
     assert len(caught) == 1

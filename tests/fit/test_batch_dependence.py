@@ -19,6 +19,7 @@ from can_train.fit.batch_dependence import (
     SPLIT,
     BatchDependence,
     Comparisons,
+    DrawnNumbers,
     NoDropout,
     draws_numbers,
     measure_batch_dependence,
@@ -828,6 +829,46 @@ def test_noise_that_cannot_be_repeated_is_no_round_off() -> None:
     batcher = MicroBatcher(model, limits=7)
     with pytest.warns(UserWarning, match="Samples depend on the rest of their batch"):
         batcher.run(losses, 24)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [(lambda n: (n, 3), 0), (lambda n: (4 * n,), 0), (lambda n: (2, n), 1)],
+    ids=["rows", "flat", "last"],
+)
+def test_a_part_has_the_numbers_of_its_samples(shape: Callable[[int], tuple[int, ...]], dim: int) -> None:
+    numbers, drawn, shared = DrawnNumbers(5), list[Tensor](), list[Tensor]()
+    with NoDropout(numbers):
+        for start, stop in ((0, 5), (0, 2), (2, 5)):
+            numbers.begin(start, stop)
+            drawn.append(torch.rand(shape(stop - start)))
+            shared.append(torch.randn(3))
+    whole, *parts = drawn
+    assert not numbers.needs_constant
+    assert torch.equal(torch.cat(parts, dim), whole)
+    assert torch.equal(shared[0], shared[2])
+
+
+def test_padding_that_a_part_lacks_has_no_numbers() -> None:
+    numbers = DrawnNumbers(5)
+    with NoDropout(numbers):
+        numbers.begin(0, 5)
+        whole = torch.rand(5, 7)
+        numbers.begin(2, 5)
+        assert torch.equal(torch.rand(3, 4), whole[2:, :4])
+
+
+def test_where_sizes_do_not_tell_the_numbers_of_a_part_all_are_a_constant() -> None:
+    numbers = DrawnNumbers(5)
+    with NoDropout(numbers):
+        numbers.begin(0, 5)
+        torch.rand(7)
+        numbers.begin(0, 2)
+        torch.rand(3)
+        assert numbers.needs_constant
+        assert not numbers.needs_constant
+        numbers.begin(0, 5)
+        assert torch.rand(7).unique().numel() == 1
 
 
 class Meter:

@@ -899,8 +899,8 @@ class FrameworkLoop:
         self, trial: _Parts, micro_batches: tuple[int, ...], scale: Callable[[Tensor], Tensor]
     ) -> BatchDependence:
         """Measures the dependence of samples on each other; takes a loss for a sum where that explains it. Where random
-        numbers or normalising layers hide how a loss adds up, a constant takes the place of the numbers, and running
-        statistics the place of the batch's.
+        numbers or normalising layers hide how a loss adds up, samples have the same numbers in their part as in the
+        batch, and running statistics take the place of the batch's.
         """
         assert self.engine is not None, "a batch was split"
         measure = partial(self.engine.batcher.measure_dependence, trial, micro_batches, scale=scale,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from can_train.fit.batch_dependence import ROUNDINGS, NoDropout, rounded_otherwise, tolerance_of
+from can_train.fit.batch_dependence import ROUNDINGS, DrawnNumbers, NoDropout, rounded_otherwise, tolerance_of
 from can_train.memory.out_of_memory import CatchOutOfMemory
 
 _IGNORED_LABEL: Final = -100  # Label that a loss leaves out, in PyTorch and transformers
@@ -150,7 +150,7 @@ class ComparisonResult:
         difference: Relative L2 difference of the way that comes nearest; not finite: it could not be computed.
         through: Names of the normalising layers that are the only reason why no way holds.
         is_known: Whether anything could be measured.
-        draws: Whether the step draws random numbers beside dropout; a constant has then taken their place.
+        draws: Whether the step draws random numbers beside dropout; samples were then compared with the same ones.
         failure: Why the samples could not be computed, where that was not their memory.
         of: The quantity that was compared: gradient or loss.
     """
@@ -175,7 +175,6 @@ class Comparison:
         is_of_losses: Whether losses are compared, in place of gradients.
         is_on_gpu: Whether single precision may be TF32, as convolutions are by default.
         formats: Number formats that anything was computed in.
-        draws_alike: Whether a constant takes the place of random numbers.
     """
 
     compute: Callable[[Rows], Numbers]
@@ -184,7 +183,7 @@ class Comparison:
     is_of_losses: bool = False
     is_on_gpu: bool = False
     formats: set[torch.dtype] = field(default_factory=set)
-    draws_alike: bool = False
+    _numbers: DrawnNumbers | None = field(default=None, init=False)  # Of the samples, in a part as in the whole
 
     def result(self, items: Items, ways: Sequence[Way], rows: Rows) -> ComparisonResult:
         """Finds out which ways hold for two or more samples."""
@@ -194,10 +193,12 @@ class Comparison:
         draws = not holding and self._draws(rows)
         if draws:
             # Other numbers in a part than in the whole hide how its loss adds up.
-            self.draws_alike = True
-            if self._draws(rows) or not self._has_numbers(rows):
+            self._numbers = DrawnNumbers(len(rows))
+            if self._draws(rows):
                 return ComparisonResult(is_known=False, draws=True)
             differences = self._differences_through(layers, items, ways, rows)
+            if not self._has_numbers(rows):
+                return ComparisonResult(is_known=False, draws=True)
             holding = self._holding(differences)
         elif not holding and min(differences.values()) <= ROUNDINGS * self._change_by_rounding(rows):
             # The gradient of a student that is still its teacher is nothing but round-off.
@@ -243,21 +244,30 @@ class Comparison:
         first = max(len(rows) * _SPLIT[0] // _SPLIT[1], min(2, len(rows) - 1))
         parts = [rows[:first], rows[first:]]
         with self._repeatable(), _Formats(self.formats):
-            whole, *of_parts = (self._computed(part) for part in (rows, *parts))
+            whole = self._computed(rows)
+            of_parts = [self._computed(parts[0]), self._computed(parts[1], first)]
+        if self._numbers is not None and self._numbers.needs_constant:
+            return self._differences(items, ways, rows)
         differences = {}
         for way in ways:
             weights = [items.weight(way, part, rows) for part in parts]
             differences[way] = _relative_difference(whole, of_parts, weights)
         return differences
 
-    def _computed(self, rows: Rows) -> Numbers:
+    def _computed(self, rows: Rows, start: int = 0) -> Numbers:
+        """Computes samples of those that are compared, from number `start` on."""
         self.seeded()
+        if self._numbers is not None:
+            self._numbers.begin(start, start + len(rows))
         return self.compute(rows)
 
     def _draws(self, rows: Rows) -> bool:
         """Tells whether the samples have other numbers with other random numbers."""
         with self._repeatable():
-            first, second = self._computed(rows), self.compute(rows)
+            first = self._computed(rows)
+            if self._numbers is not None:
+                self._numbers.begin(0, len(rows), again=True)
+            second = self.compute(rows)
         return _relative_difference(first, [second], [1.0]) > self._tolerance
 
     def _change_by_rounding(self, rows: Rows) -> float:
@@ -271,16 +281,14 @@ class Comparison:
         return 0.0
 
     def _has_numbers(self, rows: Rows) -> bool:
-        """Tells whether the samples have finite numbers that are not all 0: a constant may mask all of them, or none,
-        and then each way holds.
-        """
+        """Tells whether the samples have finite numbers that are not all 0: where all are masked, each way holds."""
         with self._repeatable():
             numbers = self._computed(rows)
         size = sum(float(np.square(own).sum()) for own in numbers)
         return 0 < size < math.inf
 
     def _repeatable(self) -> NoDropout:
-        return NoDropout(draws_alike=self.draws_alike)
+        return NoDropout(self._numbers)
 
 
 def _relative_difference(whole: Numbers, parts: Sequence[Numbers], weights: Sequence[float]) -> float:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import ge
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -64,11 +65,10 @@ _DRAWS_WHOLE: Final = re.compile(r"randint(_like)?|random_")
 _BOUNDS: Final = ("low", "from", "high", "to")  # Names of the bounds, from below
 _DRAWN: Final = 0.5  # Takes the place of random numbers where samples must have the same ones in a part as in the whole
 OTHER_DRAWS: Final = (
-    "The step draws random numbers, and others for micro-batches; apart from that, the gradient is the batch's, unless"
-    " they decide what its loss is a mean over"
+    "The step draws random numbers, and others for micro-batches; apart from that, the gradient is the batch's"
 )
 UNREPEATABLE: Final = (
-    "its step draws random numbers that no constant can replace, such as NumPy's, a permutation or a mask, so that no"
+    "its step draws random numbers that can-train cannot repeat, such as NumPy's or a permutation, so that no"
     " comparison shows how its loss adds up"
 )
 _LEAST_SHOWN: Final = 0.001  # Relative difference below which a sentence gives a bound: 0.0% reads as none
@@ -132,7 +132,9 @@ class BatchDependence:
     faults: Mapping[str, LossFault] = field(default_factory=dict)  # By term, where a loss is not as it should be
     trains: bool = True  # Whether the loss has a gradient of any parameter
     measured: bool = True  # Whether it could be measured, which takes memory; if not, nothing is known
-    draws: bool = False  # Whether the step draws random numbers beside dropout; a constant took their place
+    draws: bool = (
+        False  # Whether the step draws random numbers beside dropout; samples were compared with the same ones
+    )
     unknown_because: str = "A few samples could not be computed both at once and split"
 
     def joined(self, later: BatchDependence) -> BatchDependence:
@@ -276,7 +278,7 @@ def _fold(inputs: Tensor, of_inputs: int, weight: Tensor, of_weight: int) -> tup
 Gradients = dict[str, list[Tensor]]  # Of each term, by parameter
 UNKNOWN: Final = BatchDependence(terms={}, modules=(), drops=False, measured=False)
 UNREPLACED: Final = replace(
-    UNKNOWN, draws=True, unknown_because="The step draws random numbers that can-train cannot replace"
+    UNKNOWN, draws=True, unknown_because="The step draws random numbers that can-train cannot repeat"
 )
 ON_META: Final = replace(UNKNOWN, unknown_because="The model is on meta and has no values, so it computes no samples")
 
@@ -350,7 +352,7 @@ class _Passes:
 
     @property
     def tells(self) -> bool:
-        """Whether the whole gradient is finite and not 0: a constant may mask all samples, and then any way holds."""
+        """Whether the whole gradient is finite and not 0: numbers may mask all samples, and then any way holds."""
         sizes = [_square_sum(each) for own in self.whole.gradients.values() for each in own]
         return 0 < sum(sizes) < math.inf
 
@@ -444,8 +446,8 @@ def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives som
         sizes: Samples of the two parts.
         judges: Whether sums and denominators are judged, too.
         scale: Applied to losses before backward, so that small gradients in half precision are not 0.
-        draws_alike: Whether a constant takes the place of random numbers, and normalising layers use their running
-            statistics. Where the gradient is then 0, or not finite, nothing is known.
+        draws_alike: Whether samples have the same random numbers in their part as in the whole, and normalising layers
+            use their running statistics. Where the gradient is then 0, or not finite, nothing is known.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # A loss may train a head outside of a model that is frozen.
@@ -457,19 +459,26 @@ def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives som
     normalising = {name: module for name, module in model.named_modules() if _normalises(module)}
     faults: dict[str, LossFault] = {}
 
+    numbers = DrawnNumbers(first + second)
+
+    def run(start: int, stop: int, divisors: Mapping[str, float] | None) -> _Pass:
+        numbers.begin(start, stop)
+        return _pass(parameters, losses_of, (start, stop), divisors, scale)
+
     def passes(tolerance: float) -> _Passes:
         snapshot.restore()
-        whole = _pass(parameters, losses_of, (0, first + second), denominators, scale)
+        whole = run(0, first + second, denominators)
         snapshot.restore()
         divisors = whole.counts if denominators is None else denominators
-        one = _pass(parameters, losses_of, (0, first), divisors, scale)
-        other = _pass(parameters, losses_of, (first, first + second), divisors, scale)
+        one, other = run(0, first, divisors), run(first, first + second, divisors)
+        if numbers.needs_constant:
+            return passes(tolerance)
         whole, one, other = _aligned((whole, one, other), parameters)
         return _Passes((first, second), whole, one, other, given=denominators, tolerance=tolerance)
 
     try:
-        alike = no_dependence(model) if draws_alike else nullcontext()
-        with _folded_if_large(model), NoDropout() as mode, alike:
+        alike = _without_statistics(normalising.values()) if draws_alike else nullcontext()
+        with _folded_if_large(model), NoDropout(numbers if draws_alike else None) as mode, alike:
             computed = passes(0.0)
             if scale is not None and not computed.is_finite:
                 # A scaler begins with a scale that is too large, and finds a smaller one.
@@ -489,7 +498,7 @@ def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives som
 
                 def again(samples: int) -> _Pass:
                     snapshot.restore()
-                    return _pass(parameters, losses_of, (0, samples), divisors, scale)
+                    return run(0, samples, divisors)
 
                 rounding = _round_off(computed, parameters, terms, again)
                 terms = {term: change for term, change in terms.items() if term not in rounding}
@@ -499,7 +508,7 @@ def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives som
             if judges and terms.keys() - faults.keys() and (normalising or mode.draws):
                 # A layer that makes samples depend on each other, or random numbers, would hide a mean.
                 del computed, change_of
-                with no_dependence(model):
+                with NoDropout(numbers), _without_statistics(normalising.values()):
                     computed = passes(tolerance)
                     faults |= _faults(computed, {term: computed.change(term) for term in terms})
     finally:
@@ -577,7 +586,7 @@ def no_dependence(model: nn.Module) -> Iterator[None]:
     """Lets a sample have the same values in any part of its batch, in the block: dropout is off, normalising layers use
     their running statistics, and a constant takes the place of random numbers.
     """
-    with NoDropout(draws_alike=True), _without_statistics(filter(_normalises, model.modules())):
+    with NoDropout(DrawnNumbers(0)), _without_statistics(filter(_normalises, model.modules())):
         yield
 
 
@@ -585,20 +594,23 @@ def draws_numbers(
     model: nn.Module, losses_of: Callable[[int, int], Losses], samples: int, *, draws_alike: bool = False
 ) -> bool:
     """Tells whether other random numbers change the gradients of the first samples of a batch; leaves the model, and
-    the generators, as they were. Dropout is off; `draws_alike` tells whether a constant takes the place of the numbers
-    that it can replace.
+    the generators, as they were. Dropout is off; `draws_alike` tells whether both passes have the numbers of the first,
+    as far as they can be replaced.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # A loss may train a head outside of a model that is frozen.
     any_parameter = next(iter(parameters or model.parameters()))
     snapshot = Snapshot(model, any_parameter.device)
     try:
-        with NoDropout(draws_alike=draws_alike) as mode:
+        numbers = DrawnNumbers(samples)
+        with NoDropout(numbers if draws_alike else None) as mode:
+            numbers.begin(0, samples)
             one = _pass(parameters, losses_of, (0, samples), None)
             # A pass may change buffers, which are no draws.
             drawn = Generators(any_parameter.device)
             snapshot.restore()
             drawn.restore()
+            numbers.begin(0, samples, again=True)
             other = _pass(parameters, losses_of, (0, samples), None)
     finally:
         snapshot.restore()
@@ -615,21 +627,91 @@ def tolerance_of(dtype: torch.dtype, *, half: bool) -> float:
     return _HALF_TOLERANCE if half else TOLERANCE.get(dtype, _HALF_TOLERANCE)
 
 
+class DrawnNumbers:
+    """The random numbers of a batch: a sample has the same ones in its part as in the whole batch.
+
+    The numbers of each draw in a pass of the whole batch are kept, and the draws of a pass of samples start:stop have
+    these samples' share, along the dimension whose size the samples decide. Where sizes do not tell the share, a
+    constant takes the place of all numbers.
+
+    Args:
+        num_samples: Samples of the whole batch; 0: the constant is taken from the beginning.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+        self._of_whole: list[Tensor] = []
+        self._part: tuple[int, int] | None = None  # None: the pass is of the whole batch, whose numbers are kept
+        self._draw = 0  # Number of the next draw of the pass
+        self._is_constant = not num_samples
+        self._is_unclear = False
+
+    def begin(self, start: int, stop: int, *, again: bool = False) -> None:
+        """Begins a pass of samples start:stop; `again`: with the numbers that are kept, also of the whole batch."""
+        is_kept = not again and stop - start == self._num_samples
+        self._part, self._draw = None if is_kept else (start, stop), 0
+        if is_kept:
+            self._of_whole.clear()
+
+    @property
+    def needs_constant(self) -> bool:
+        """Whether the passes are to be repeated: sizes did not tell the numbers of a part. Reading it lets a constant
+        take the place of all numbers from then on.
+        """
+        is_new = self._is_unclear and not self._is_constant
+        self._is_constant |= self._is_unclear
+        return is_new
+
+    def replace(self, result: Tensor, constant: float) -> None:
+        """Puts the numbers of the samples in the place of those that were drawn."""
+        with torch.no_grad():
+            if self._is_constant:
+                result.fill_(constant)
+            elif self._part is None:
+                self._of_whole.append(result.detach().clone())
+            elif (numbers := self._share(result)) is not None:
+                result.copy_(numbers)
+            else:
+                self._is_unclear = True
+                result.fill_(constant)
+            self._draw += 1
+
+    def _share(self, result: Tensor) -> Tensor | None:
+        """Returns the numbers of this pass's samples in its next draw; None where sizes do not tell them."""
+        assert self._part is not None, "the whole batch keeps its numbers"
+        start, stop = self._part
+        kept = self._of_whole[self._draw] if self._draw < len(self._of_whole) else None
+        if kept is None or kept.dim() != result.dim():
+            return None
+        if kept.shape == result.shape:
+            return kept
+        for dim, (whole, own) in enumerate(zip(kept.shape, result.shape, strict=True)):
+            # Samples that are padded to their batch's longest have fewer numbers in a part.
+            each, rest = divmod(whole, self._num_samples)
+            others = [size for place, size in enumerate(kept.shape) if place != dim]
+            needed = [size for place, size in enumerate(result.shape) if place != dim]
+            if each and not rest and own == each * (stop - start) and all(map(ge, others, needed)):
+                share = kept.narrow(dim, start * each, own)
+                return share[tuple(slice(size) for size in result.shape)]
+        return None
+
+
 class NoDropout(TorchFunctionMode):
     """Turns dropout off wherever it is called, as a layer or as a function; everything else stays in training mode.
+
+    Args:
+        numbers: What takes the place of random numbers; None: they are drawn.
 
     Attributes:
         seen: Whether any activation would have been dropped.
         half: Whether anything was computed in half precision.
         draws: Whether random numbers were drawn by other functions.
-        draws_alike: Whether a constant takes the place of these numbers, so that a sample has the same ones in any part
-            of its batch.
     """
 
-    def __init__(self, *, draws_alike: bool = False) -> None:
+    def __init__(self, numbers: DrawnNumbers | None = None) -> None:
         super().__init__()
         self.seen = self.half = self.draws = False
-        self.draws_alike = draws_alike
+        self._numbers = numbers
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -653,14 +735,11 @@ class NoDropout(TorchFunctionMode):
         result = func(*args, **kwargs)
         if isinstance(result, Tensor):
             self.half |= result.dtype in (torch.float16, torch.bfloat16)
-            drawn = _DRAWN if _DRAWS.fullmatch(name) and result.is_floating_point() else None
-            if _DRAWS_WHOLE.fullmatch(name):
-                drawn = _middle(args, kwargs)
-            if _DRAWS.fullmatch(name) or _DRAWS_WHOLE.fullmatch(name):
+            is_whole = _DRAWS_WHOLE.fullmatch(name) is not None
+            if is_whole or _DRAWS.fullmatch(name):
                 self.draws = True
-            if self.draws_alike and drawn is not None:
-                with torch.no_grad():
-                    result.fill_(drawn)
+                if self._numbers is not None and (is_whole or result.is_floating_point()):
+                    self._numbers.replace(result, _middle(args, kwargs) if is_whole else _DRAWN)
         return result
 
 

@@ -620,8 +620,8 @@ class MicroBatcher:
     ) -> BatchDependence:
         """Measures whether the losses of parts add up to the loss of their batch, which was cut into `micro_batches`.
         `judges` tells whether a mean in the place of a sum is an error, and not a dependence. `scale` is applied to
-        losses before backward (a gradient scaler). `draws_alike` tells whether a constant takes the place of random
-        numbers, and running statistics the place of the batch's.
+        losses before backward (a gradient scaler). `draws_alike` tells whether samples have the same random
+        numbers in their part as in the batch, and running statistics take the place of the batch's.
         The first samples are computed whole and in two parts: as many as the largest micro-batch has, since these have
         fitted; where there is room, the whole batch. Where memory runs out, half as many are tried.
         """
