@@ -844,7 +844,7 @@ def test_a_part_has_the_numbers_of_its_samples(shape: Callable[[int], tuple[int,
             drawn.append(torch.rand(shape(stop - start)))
             shared.append(torch.randn(3))
     whole, *parts = drawn
-    assert not numbers.needs_constant
+    assert not numbers.fall_back()
     assert torch.equal(torch.cat(parts, dim), whole)
     assert torch.equal(shared[0], shared[2])
 
@@ -865,8 +865,8 @@ def test_where_sizes_do_not_tell_the_numbers_of_a_part_all_are_a_constant() -> N
         torch.rand(7)
         numbers.begin(0, 2)
         torch.rand(3)
-        assert numbers.needs_constant
-        assert not numbers.needs_constant
+        assert numbers.fall_back()
+        assert not numbers.fall_back()
         numbers.begin(0, 5)
         assert torch.rand(7).unique().numel() == 1
 

@@ -246,7 +246,7 @@ class Comparison:
         with self._repeatable(), _Formats(self.formats):
             whole = self._computed(rows)
             of_parts = [self._computed(parts[0]), self._computed(parts[1], first)]
-        if self._numbers is not None and self._numbers.needs_constant:
+        if self._numbers is not None and self._numbers.fall_back():
             return self._differences(items, ways, rows)
         differences = {}
         for way in ways:

@@ -471,7 +471,7 @@ def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives som
         snapshot.restore()
         divisors = whole.counts if denominators is None else denominators
         one, other = run(0, first, divisors), run(first, first + second, divisors)
-        if numbers.needs_constant:
+        if numbers.fall_back():
             return passes(tolerance)
         whole, one, other = _aligned((whole, one, other), parameters)
         return _Passes((first, second), whole, one, other, given=denominators, tolerance=tolerance)
@@ -653,10 +653,9 @@ class DrawnNumbers:
         if is_kept:
             self._of_whole.clear()
 
-    @property
-    def needs_constant(self) -> bool:
-        """Whether the passes are to be repeated: sizes did not tell the numbers of a part. Reading it lets a constant
-        take the place of all numbers from then on.
+    def fall_back(self) -> bool:
+        """Takes a constant in place of all numbers from now on, if sizes did not tell the numbers of a part; returns
+        whether the passes are to be repeated for it.
         """
         is_new = self._is_unclear and not self._is_constant
         self._is_constant |= self._is_unclear
