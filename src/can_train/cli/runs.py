@@ -62,9 +62,7 @@ _LISTED_SETTINGS: Final = 6  # changed settings that a list has of a run
 
 def runs(  # noqa: PLR0913 - Typer makes an option of each argument
     *,
-    limit: Annotated[
-        int | None, typer.Option(help=f"Newest runs that are listed; 0: all. [default: {_LIMIT}]", min=0)
-    ] = None,
+    limit: Annotated[int | None, typer.Option(help=f"Newest runs that are listed; 0: all. [{_LIMIT}]", min=0)] = None,
     state: Annotated[
         str | None,
         typer.Option(help="Only runs in a state: failed, live, finished, cancelled, oom, …", metavar="STATE"),
