@@ -132,9 +132,7 @@ class BatchDependence:
     faults: Mapping[str, LossFault] = field(default_factory=dict)  # By term, where a loss is not as it should be
     trains: bool = True  # Whether the loss has a gradient of any parameter
     measured: bool = True  # Whether it could be measured, which takes memory; if not, nothing is known
-    draws: bool = (
-        False  # Whether the step draws random numbers beside dropout; samples were compared with the same ones
-    )
+    draws: bool = False  # Whether the step draws random numbers beside dropout; samples then had the same ones
     unknown_because: str = "A few samples could not be computed both at once and split"
 
     def joined(self, later: BatchDependence) -> BatchDependence:

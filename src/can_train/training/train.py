@@ -826,9 +826,10 @@ def _accumulate(
             dependence = _compare(session, losses_of, costs, result)
         session.with_room(engine, engine.reserve.before_step)
         forms = ranks.forms(engine.optimization.parameters, session.model)
-        gradients = [shard_of(one.grad) for one in engine.optimization.parameters if one.grad is not None]
         is_guessed = engine.optimization.scaler.is_enabled() and not denominators.is_exact
-        is_finite = not is_guessed or are_finite(gradients)
+        is_finite = not is_guessed or are_finite(
+            [shard_of(one.grad) for one in engine.optimization.parameters if one.grad is not None]
+        )
     report = ShareReport(result=result, forms=forms, received=session.stops.received, is_late=session.is_late,
                          is_finite=is_finite, dependence=dependence)  # fmt: skip
     return ranks.exchange(report), denominators
