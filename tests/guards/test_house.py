@@ -2,7 +2,7 @@
 
 import ast
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -66,6 +66,28 @@ def small_with_one_importer(sources: Sequence[Source]) -> set[str]:
     }
 
 
+def functions_in_functions(tree: ast.AST, is_inside: bool = False) -> Iterator[ast.FunctionDef]:
+    """The functions that a function defines, wherever they stand in it, without the methods of its classes."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            if is_inside:
+                yield node
+            yield from functions_in_functions(node, is_inside=True)
+        else:
+            yield from functions_in_functions(node, is_inside and not isinstance(node, ast.ClassDef))
+
+
+def closures_that_hold_themselves(source: Source) -> list[str]:
+    """Functions in functions that call themselves: a reference cycle, whose tensors stay in memory until the garbage
+    collector runs.
+    """
+    return [
+        f"{source.path}: {function.name}"
+        for function in functions_in_functions(source.tree)
+        if any(isinstance(node, ast.Name) and node.id == function.name for node in ast.walk(function))
+    ]
+
+
 def test_every_module_says_what_it_is_and_none_is_called_utils() -> None:
     sources = [*package_sources(), *package_sources(TASKS)]
     assert [path for source in sources for path in undocumented(source)] == []
@@ -108,6 +130,11 @@ def test_few_modules_have_a_single_importer() -> None:
     assert len([module for module in by if len(by[module]) == 1 and module not in left_out]) <= MAX_SINGLE_IMPORTERS
 
 
+def test_no_closure_holds_itself() -> None:
+    sources = [*package_sources(), *package_sources(TASKS)]
+    assert [name for source in sources for name in closures_that_hold_themselves(source)] == []
+
+
 # The guards themselves, on made-up packages
 
 
@@ -143,3 +170,12 @@ def test_a_small_module_with_one_importer_is_found() -> None:
 @pytest.mark.parametrize(("path", "text"), [("fit/plan.py", "x = 1\n"), ("fit/utils.py", '"""Module."""\n')])
 def test_a_module_without_a_docstring_and_one_called_utils_are_found(path: str, text: str) -> None:
     assert undocumented(parse(path, text)) == [path]
+
+
+def test_a_closure_that_holds_itself_is_found() -> None:
+    text = (
+        "def f(x):\n    def visit(y):\n        return visit(y - 1)\n    def once():\n        return x\n    return visit"
+    )
+    method = "def f():\n    class A:\n        def visit(self):\n            return visit()\n    return A"
+    assert closures_that_hold_themselves(parse("fit/a.py", text)) == ["fit/a.py: visit"]
+    assert closures_that_hold_themselves(parse("fit/a.py", method)) == []

@@ -290,14 +290,15 @@ def _config_for(
 
 def _lines_of(text: str) -> dict[str, int]:
     """Returns the line of each setting in a YAML file, by its dotted key."""
+    return dict(_lines_below(yaml.compose(text, Loader=yaml.SafeLoader), ""))
 
-    def lines(node: Any, before: str) -> Iterator[tuple[str, int]]:
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            name = as_stored(f"{before}{key.value}")
-            yield name, key.start_mark.line + 1
-            yield from lines(value, f"{name}.")
 
-    return dict(lines(yaml.compose(text, Loader=yaml.SafeLoader), ""))
+def _lines_below(node: Any, before: str) -> Iterator[tuple[str, int]]:
+    """Yields the settings of a part of a file, with their lines; `before`: the part's own key, and a dot."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        name = as_stored(f"{before}{key.value}")
+        yield name, key.start_mark.line + 1
+        yield from _lines_below(value, f"{name}.")
 
 
 def _with_line(error: ConfigError, name: str, lines: Mapping[str, int], key: str = "") -> ConfigError:

@@ -464,13 +464,14 @@ def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives som
         return _pass(parameters, losses_of, (start, stop), divisors, scale)
 
     def passes(tolerance: float) -> _Passes:
-        snapshot.restore()
-        whole = run(0, first + second, denominators)
-        snapshot.restore()
-        divisors = whole.counts if denominators is None else denominators
-        one, other = run(0, first, divisors), run(first, first + second, divisors)
-        if numbers.fall_back():
-            return passes(tolerance)
+        is_told = False
+        while not is_told:
+            snapshot.restore()
+            whole = run(0, first + second, denominators)
+            snapshot.restore()
+            divisors = whole.counts if denominators is None else denominators
+            one, other = run(0, first, divisors), run(first, first + second, divisors)
+            is_told = not numbers.fall_back()
         whole, one, other = _aligned((whole, one, other), parameters)
         return _Passes((first, second), whole, one, other, given=denominators, tolerance=tolerance)
 

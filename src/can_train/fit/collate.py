@@ -482,21 +482,17 @@ def _read(batch: Any) -> tuple[int, bool]:
     return by_column.pop(), False
 
 
-def _columns(batch: Any, is_listed: bool) -> Iterator[Any]:
-    """Yields the tensors of a batch, in whose first dimension its samples are; with `is_listed`, lists that hold a
-    tensor for each sample in place of these.
+def _columns(value: Any, is_listed: bool, *, is_batch: bool = True) -> Iterator[Any]:
+    """Yields the tensors of a batch, or of a part of it, in whose first dimension its samples are; with `is_listed`,
+    lists that hold a tensor for each sample in place of these.
     """
-
-    def of(value: Any, is_batch: bool = False) -> Iterator[Any]:
-        if is_listed and _is_list(value) and (_is_long(value) or not is_batch):
-            yield value
-        elif has_numbers(value):
-            yield _with_rows(_as_tensor(value))
-        else:
-            for member in _members(value):
-                yield from of(member)
-
-    return of(batch, is_batch=True)
+    if is_listed and _is_list(value) and (_is_long(value) or not is_batch):
+        yield value
+    elif has_numbers(value):
+        yield _with_rows(_as_tensor(value))
+    else:
+        for member in _members(value):
+            yield from _columns(member, is_listed, is_batch=False)
 
 
 def _lists_of(batch: Any) -> tuple[bool, bool, bool]:

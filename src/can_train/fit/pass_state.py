@@ -706,15 +706,12 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], made: Collecti
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """Returns the modules of a model in the order of `model.modules()`, which takes ten times as long."""
     modules: dict[int, nn.Module] = {}
-
-    def visit(module: nn.Module) -> None:
+    left = [model]
+    while left:
+        module = left.pop()
         if id(module) not in modules:
             modules[id(module)] = module
-            for child in module._modules.values():
-                if child is not None:
-                    visit(child)
-
-    visit(model)
+            left += [child for child in reversed(module._modules.values()) if child is not None]
     return list(modules.values())
 
 

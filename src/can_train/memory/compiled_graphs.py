@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -124,24 +124,30 @@ def _is_fused(node: Node) -> bool:
 def _in_memory(nodes: Sequence[Node]) -> set[Node]:
     """Returns the operations whose results full fusion leaves in memory."""
     found: set[Node] = set()
-
-    def put(node: Node) -> None:
-        if node in found or (_is(node, _GENERATED) or _is(node, ("iota",))):
-            return
-        found.add(node)
-        if _is_view(node):
-            put(node.all_input_nodes[0])
-
     for node in reversed(nodes):
+        read: Sequence[Node] = ()
         if node.op == "output":
-            for result in node.all_input_nodes:
-                put(result)
+            read = node.all_input_nodes
         elif not _is_fused(node):
             found.add(node)
-            reads_memory = node.op == "call_function" and not _is(node, (*_REDUCTIONS, *_SCATTERED))
-            for source in node.all_input_nodes if reads_memory else ():
-                put(source)
+            if node.op == "call_function" and not _is(node, (*_REDUCTIONS, *_SCATTERED)):
+                read = node.all_input_nodes
+        for source in read:
+            found |= _with_viewed(source, found)
     return found
+
+
+def _with_viewed(node: Node, found: Container[Node]) -> set[Node]:
+    """Returns an operation that is read from memory, and those whose memory it is a view of, unless they are found or
+    generated where they are used.
+    """
+    new: set[Node] = set()
+    while node not in found and not _is(node, (*_GENERATED, "iota")):
+        new.add(node)
+        if not _is_view(node):
+            break
+        node = node.all_input_nodes[0]
+    return new
 
 
 def _dying(nodes: Sequence[Node], in_memory: set[Node]) -> dict[Node, list[Node]]:

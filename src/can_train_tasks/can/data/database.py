@@ -124,25 +124,30 @@ class DatabaseMessage:
             payloads: [M, B] bytes.
             length: [M] bytes of each payload. A payload that ends before a signal does not have the signal.
         """
-        by_name = {signal.name: signal for signal in self.signals}
         present: dict[str, Bools] = {}
-
-        def find(signal: DatabaseSignal) -> Bools:
-            if signal.name not in present:
-                frames: Bools = length > max(signal.bits) // 8
-                if signal.multiplexer:
-                    multiplexer = by_name[signal.multiplexer]
-                    frames = frames & find(multiplexer)
-                    page = np.zeros(len(frames), np.int64)
-                    page[frames] = multiplexer.raw(payloads[frames]).astype(np.int64)
-                    frames &= np.isin(page, signal.pages)
-                present[signal.name] = frames
-            return present[signal.name]
-
         for signal in self.signals:
-            frames = find(signal)
+            frames = self._frames_with(signal, payloads, length, present)
             if len(signal.bits) <= MOST_BITS and frames.any():
                 yield signal, frames, signal.physical(payloads if frames.all() else payloads[frames])
+
+    def _frames_with(
+        self, signal: DatabaseSignal, payloads: Payloads, length: NDArray[np.uint8], present: dict[str, Bools]
+    ) -> Bools:
+        """Returns which frames have a signal [M]; `present` keeps the answer by the signal's name."""
+        if signal.name not in present:
+            frames: Bools = length > max(signal.bits) // 8
+            if signal.multiplexer:
+                multiplexer = self._by_name[signal.multiplexer]
+                frames = frames & self._frames_with(multiplexer, payloads, length, present)
+                page = np.zeros(len(frames), np.int64)
+                page[frames] = multiplexer.raw(payloads[frames]).astype(np.int64)
+                frames &= np.isin(page, signal.pages)
+            present[signal.name] = frames
+        return present[signal.name]
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, DatabaseSignal]:
+        return {signal.name: signal for signal in self.signals}
 
 
 @dataclass(frozen=True, kw_only=True)
