@@ -112,6 +112,31 @@ def test_runs_without_a_job_go_on_here_one_after_another(
     assert lines[0][2:] == ["--here", *sweep.flags]
 
 
+@pytest.mark.parametrize(("diverged", "code", "trained"), [((1, 2), 0, "34"), ((1, 2, 3, 4), 2, "")])
+def test_runs_that_diverged_are_left_out_since_they_would_again(
+    sweep: Runs,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    diverged: tuple[int, ...],
+    code: int,
+    trained: str,
+) -> None:
+    for number in diverged:
+        path = next(sweep.runs_dir.glob(f"*-{number:04}"))
+        record = AttemptEnd(attempt=1, ending="failed", message="The loss is not finite any more",
+                            details={"lower_lr": 0.001}, time=at(40), host="n1")  # fmt: skip
+        write(path, "0001-ended.json", vars(record))
+    lines: list[list[str]] = []
+    monkeypatch.setattr("can_train.slurm.submit.run_line", lambda line, _output: (lines.append(line) or 0, False))
+    shown = said(capsys, "status", SWEEP, *sweep.flags)
+    assert (f"can-train resume {SWEEP} --all-failed" in shown) is bool(trained)
+    remedy = f"can-train resubmit {next(sweep.runs_dir.glob('*-0001'))} --lr 0.001"
+    assert remedy in shown
+    assert main(("resume", SWEEP, "--all-failed", *sweep.flags)) == code
+    assert remedy in capsys.readouterr().err
+    assert [Path(line[1]).name[-1] for line in lines] == [*trained]
+
+
 def test_a_sweep_is_named_by_what_varies_and_its_runs_by_their_values(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path)
     runs = [shelf.resolved("gat", "normal", sets=(f"training.lr={lr}", f"training.seed={seed}"))

@@ -28,10 +28,10 @@ from can_train.cli.run_locator import AsJson, RunLocator, RunsDir, StateDir, Tru
 from can_train.cli.train_options import with_request_flags
 from can_train.errors import ConfigError, RunError, with_command_name
 from can_train.io.units import counted
-from can_train.report.run_facts import run_json
+from can_train.report.run_facts import line_to_go_on, run_json
 from can_train.runs.run_folder import RunFolder, name_to_type, new_run_id, place_in_sweep
 from can_train.runs.run_state import FAILURES, FINISHED, live_row
-from can_train.runs.sweep_runs import can_go_on, has_failed
+from can_train.runs.sweep_runs import can_go_on, has_failed, lower_lr_of
 from can_train.slurm import client as slurm
 from can_train.slurm.launchers import check_started_once, find_launch
 
@@ -61,7 +61,10 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     ] = None,
     *,
     all_failed: Annotated[
-        bool, typer.Option("--all-failed", help="The failed runs of RUN..., else of the list; not the cancelled ones.")
+        bool,
+        typer.Option(
+            "--all-failed", help="The failed runs of RUN..., else of the list; not those cancelled, or diverged."
+        ),
     ] = False,
     here: Annotated[bool, typer.Option("--here", help="Train in this process, wherever the run was before.")] = False,
     epochs: Annotated[
@@ -185,11 +188,19 @@ def _failed(locator: RunLocator, names: Sequence[str] | None) -> "list[RunStatus
 
         listed = RunList(locator.runs(), locator.state_folder, slurm).select(RunFilter(states=FAILURES))
         statuses = listed.statuses(listed.runs)
-    if going := [status for status in statuses if can_go_on(status)]:
-        return going
-    raise RunError(
-        "No run has failed", value=" ".join(names or ["--all-failed"]), remedy="can-train runs lists the runs"
-    )
+    failed = [status for status in statuses if can_go_on(status)]
+    if not failed:
+        raise RunError(
+            "No run has failed", value=" ".join(names or ["--all-failed"]), remedy="can-train runs lists the runs"
+        )
+    diverged = [status for status in failed if lower_lr_of(status) is not None]
+    if len(diverged) == len(failed):
+        raise RunError("Each of the failed runs has diverged, and would again", value=counted(len(failed), "run"),
+                       remedy=f"Train with a lower learning rate: {line_to_go_on(diverged[0])}")  # fmt: skip
+    if diverged:
+        print_note(f"{counted(len(diverged), 'run')} diverged, would again, and {'is' if len(diverged) == 1 else 'are'}"
+                   f" left out. With a lower learning rate:\n  {line_to_go_on(diverged[0])}")  # fmt: skip
+    return [status for status in failed if status not in diverged]
 
 
 def _resume_all(
