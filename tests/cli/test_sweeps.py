@@ -127,7 +127,12 @@ def test_runs_that_diverged_are_left_out_since_they_would_again(
                             details={"lower_lr": 0.001}, time=at(40), host="n1")  # fmt: skip
         write(path, "0001-ended.json", vars(record))
     lines: list[list[str]] = []
-    monkeypatch.setattr("can_train.slurm.submit.run_line", lambda line, _output: (lines.append(line) or 0, False))
+
+    def train(line: list[str], _output: object) -> tuple[int, bool]:
+        lines.append(line)
+        return 0, False
+
+    monkeypatch.setattr("can_train.slurm.submit.run_line", train)
     shown = said(capsys, "status", SWEEP, *sweep.flags)
     assert (f"can-train resume {SWEEP} --all-failed" in shown) is bool(trained)
     remedy = f"can-train resubmit {next(sweep.runs_dir.glob('*-0001'))} --lr 0.001"

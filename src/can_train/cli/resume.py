@@ -31,7 +31,7 @@ from can_train.io.units import counted
 from can_train.report.run_facts import line_to_go_on, run_json
 from can_train.runs.run_folder import RunFolder, name_to_type, new_run_id, place_in_sweep
 from can_train.runs.run_state import FAILURES, FINISHED, live_row
-from can_train.runs.sweep_runs import can_go_on, has_failed, lower_lr_of
+from can_train.runs.sweep_runs import can_go_on, has_failed
 from can_train.slurm import client as slurm
 from can_train.slurm.launchers import check_started_once, find_launch
 
@@ -193,7 +193,7 @@ def _failed(locator: RunLocator, names: Sequence[str] | None) -> "list[RunStatus
         raise RunError(
             "No run has failed", value=" ".join(names or ["--all-failed"]), remedy="can-train runs lists the runs"
         )
-    diverged = [status for status in failed if lower_lr_of(status) is not None]
+    diverged = [status for status in failed if status.lower_lr is not None]
     if len(diverged) == len(failed):
         raise RunError("Each of the failed runs has diverged, and would again", value=counted(len(failed), "run"),
                        remedy=f"Train with a lower learning rate: {line_to_go_on(diverged[0])}")  # fmt: skip

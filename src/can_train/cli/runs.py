@@ -45,7 +45,7 @@ from can_train.reporter import COLUMNS, TextTable, wrapped
 from can_train.runs.run_folder import short_name
 from can_train.runs.run_state import FAILURES, infer_attempt_state
 from can_train.runs.status import KnownRun, RunStatus, misnamed_runs, run_logs, run_statuses
-from can_train.runs.sweep_runs import failures_by_cause, failures_by_node, lower_lr_of
+from can_train.runs.sweep_runs import failures_by_cause, failures_by_node
 from can_train.slurm import client as slurm
 
 _LIMIT: Final = 20  # runs that are listed by default, which fit a terminal
@@ -310,7 +310,7 @@ def _print_sweep(name: str, statuses: Sequence[RunStatus], *, as_json: bool) -> 
         notes = [f"and {len(again) - _AGAIN} more"] if len(again) > _AGAIN else []
         tables.append(TextTable("Submitted again", ("run", "time", "why"), again[:_AGAIN], notes))
     print_tables(tables, pipe_columns=COLUMNS)
-    diverged = [status for cause in causes for status in cause.runs if lower_lr_of(status) is not None]
+    diverged = [status for cause in causes for status in cause.runs if status.lower_lr is not None]
     lines = [f"can-train resume {name} --all-failed"] if failed > len(diverged) else []
     lines += [line_to_go_on(status) for status in diverged[:1]]
     lines += [f"can-train cancel {name}"] if any(status.state.live for status in statuses) else []

@@ -16,7 +16,6 @@ from can_train.reporter import TextTable
 from can_train.runs.run_folder import RunFolder, name_to_type, short_name
 from can_train.runs.run_state import FINISHED, QUEUED, RUNNING, SUSPENDED, infer_attempt_state, live_row
 from can_train.runs.status import RunStatus
-from can_train.runs.sweep_runs import lower_lr_of
 from can_train.runs.trials import TrialRun
 
 _UNKNOWN: Final = "unknown"
@@ -290,8 +289,8 @@ def line_to_go_on(status: RunStatus) -> str:
     """
     if status.state.live or status.facts.result is not None or not status.facts.has_folder:
         return ""
-    name, lower_lr = name_to_type(status.known.folder), lower_lr_of(status)
-    return f"can-train resume {name}" if lower_lr is None else f"can-train resubmit {name} --lr {lower_lr:g}"
+    name, lr = name_to_type(status.known.folder), status.lower_lr
+    return f"can-train resume {name}" if lr is None else f"can-train resubmit {name} --lr {lr:g}"
 
 
 # Runs side by side

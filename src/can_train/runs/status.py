@@ -131,6 +131,14 @@ class RunStatus:
     state: RunState
     progress: RunProgress
 
+    @property
+    def lower_lr(self) -> float | None:
+        """The learning rate to train a run anew with that has diverged, and would again if it went on; None: it has not
+        diverged.
+        """
+        end = self.facts.attempts[-1].end if self.facts.attempts else None
+        return _number(end.details, "lower_lr") if end is not None else None
+
 
 def run_statuses(runs: Iterable[KnownRun], registry: Registry, scheduler: Scheduler) -> list[RunStatus]:
     """Returns the status of many runs, in order, with one question to each cluster.

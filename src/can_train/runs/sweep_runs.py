@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from can_train.config.resolved import differences, flat_settings
-from can_train.io.units import number_or_none
 from can_train.runs.run_folder import SweepRun
 from can_train.runs.run_state import FAILURES, FINISHED
 from can_train.runs.status import RunStatus
@@ -125,12 +124,3 @@ def _count_nodes(statuses: Iterable[RunStatus]) -> dict[str, int]:
 def can_go_on(status: RunStatus) -> bool:
     """Returns whether `resume` continues a run: it has ended without a result."""
     return not status.state.live and status.facts.result is None and status.facts.has_folder
-
-
-def lower_lr_of(status: RunStatus) -> float | None:
-    """Returns the learning rate to train a run anew with that has diverged, and would again if it went on; None: it
-    has not diverged.
-    """
-    attempts = status.facts.attempts
-    end = attempts[-1].end if attempts else None
-    return number_or_none(end.details.get("lower_lr")) if end is not None else None
