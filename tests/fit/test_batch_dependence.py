@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -311,6 +312,29 @@ def test_dropout_that_is_off_is_not_seen(model: nn.Module) -> None:
     assert not measured(model).drops
 
 
+class Masked(nn.Module):
+    """Masks samples as speech models of transformers do: with numbers of NumPy, unless its configuration says no."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.config = SimpleNamespace(apply_spec_augment=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.config.apply_spec_augment and self.training:
+            x = x * torch.from_numpy(np.random.default_rng().random(len(x)) > 0.5)[:, None, None]
+        return self.layers(x)
+
+
+def test_masks_of_speech_models_are_dropout() -> None:
+    model = Masked()
+    assert measured(model) == BatchDependence(terms={}, modules=(), drops=True)
+    assert model.config.apply_spec_augment
+    model.config.apply_spec_augment = False
+    assert measured(model) == BatchDependence(terms={}, modules=(), drops=False)
+    assert not model.config.apply_spec_augment
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_without_dropout_a_pass_is_what_it_is_without_it(kind: Callable[..., nn.RNNBase], packed: bool) -> None:
@@ -319,7 +343,7 @@ def test_without_dropout_a_pass_is_what_it_is_without_it(kind: Callable[..., nn.
     without = Recurrent(kind, dropout=0.0, packed=packed)
     without.load_state_dict(with_dropout.state_dict())
     assert not torch.equal(with_dropout(X), without(X))
-    with NoDropout():
+    with NoDropout(with_dropout):
         assert torch.equal(with_dropout(X), without(X))
 
 
@@ -327,7 +351,7 @@ def test_without_dropout_attention_is_what_it_is_without_it() -> None:
     with_dropout, without = Attending(0.5), Attending(0.0)
     without.load_state_dict(with_dropout.state_dict())
     assert not torch.allclose(with_dropout(X), without(X))
-    with NoDropout():
+    with NoDropout(with_dropout):
         assert torch.allclose(with_dropout(X), without(X))
 
 
@@ -342,7 +366,7 @@ def test_without_dropout_attention_is_what_it_is_without_it() -> None:
 def test_without_dropout_attention_as_a_function_is_what_it_is_without_it(attend: Callable[[Tensor], Tensor]) -> None:
     plain = F.scaled_dot_product_attention(X, X, X)
     assert not torch.allclose(attend(X), plain)
-    with NoDropout():
+    with NoDropout(nn.Identity()):
         assert torch.allclose(attend(X), plain)
 
 
@@ -838,7 +862,7 @@ def test_noise_that_cannot_be_repeated_is_no_round_off() -> None:
 )
 def test_a_part_has_the_numbers_of_its_samples(shape: Callable[[int], tuple[int, ...]], dim: int) -> None:
     numbers, drawn, shared = DrawnNumbers(5), list[Tensor](), list[Tensor]()
-    with NoDropout(numbers):
+    with NoDropout(nn.Identity(), numbers):
         for start, stop in ((0, 5), (0, 2), (2, 5)):
             numbers.begin(start, stop)
             drawn.append(torch.rand(shape(stop - start)))
@@ -851,7 +875,7 @@ def test_a_part_has_the_numbers_of_its_samples(shape: Callable[[int], tuple[int,
 
 def test_padding_that_a_part_lacks_has_no_numbers() -> None:
     numbers = DrawnNumbers(5)
-    with NoDropout(numbers):
+    with NoDropout(nn.Identity(), numbers):
         numbers.begin(0, 5)
         whole = torch.rand(5, 7)
         numbers.begin(2, 5)
@@ -860,7 +884,7 @@ def test_padding_that_a_part_lacks_has_no_numbers() -> None:
 
 def test_where_sizes_do_not_tell_the_numbers_of_a_part_all_are_a_constant() -> None:
     numbers = DrawnNumbers(5)
-    with NoDropout(numbers):
+    with NoDropout(nn.Identity(), numbers):
         numbers.begin(0, 5)
         torch.rand(7)
         numbers.begin(0, 2)

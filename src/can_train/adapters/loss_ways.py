@@ -288,7 +288,7 @@ class Comparison:
         return 0 < size < math.inf
 
     def _repeatable(self) -> NoDropout:
-        return NoDropout(self._numbers)
+        return NoDropout(self.model, self._numbers)
 
 
 def _relative_difference(whole: Numbers, parts: Sequence[Numbers], weights: Sequence[float]) -> float:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import ge
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,7 @@ _WITH_DROPOUT: Final = {
     "rnn_tanh": ("dropout", 6),
     "rnn_relu": ("dropout", 6),
 }
+_MASKS: Final = "apply_spec_augment"  # Switch in the configuration of a speech model of transformers
 # Functions whose results are random numbers, in torch and of tensors.
 _DRAWS: Final = re.compile(r"(rand|randn|normal|bernoulli|poisson)(_like)?|(normal|uniform|bernoulli|exponential)_")
 # Functions whose results are random whole numbers between bounds, such as the steps of a diffusion.
@@ -477,7 +478,7 @@ def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives som
 
     try:
         alike = _without_statistics(normalising.values()) if draws_alike else nullcontext()
-        with _folded_if_large(model), NoDropout(numbers if draws_alike else None) as mode, alike:
+        with _folded_if_large(model), NoDropout(model, numbers if draws_alike else None) as mode, alike:
             computed = passes(0.0)
             if scale is not None and not computed.is_finite:
                 # A scaler begins with a scale that is too large, and finds a smaller one.
@@ -507,7 +508,7 @@ def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each gives som
             if judges and terms.keys() - faults.keys() and (normalising or mode.draws):
                 # A layer that makes samples depend on each other, or random numbers, would hide a mean.
                 del computed, change_of
-                with NoDropout(numbers), _without_statistics(normalising.values()):
+                with NoDropout(model, numbers), _without_statistics(normalising.values()):
                     computed = passes(tolerance)
                     faults |= _faults(computed, {term: computed.change(term) for term in terms})
     finally:
@@ -585,7 +586,7 @@ def no_dependence(model: nn.Module) -> Iterator[None]:
     """Lets a sample have the same values in any part of its batch, in the block: dropout is off, normalising layers use
     their running statistics, and a constant takes the place of random numbers.
     """
-    with NoDropout(DrawnNumbers(0)), _without_statistics(filter(_normalises, model.modules())):
+    with NoDropout(model, DrawnNumbers(0)), _without_statistics(filter(_normalises, model.modules())):
         yield
 
 
@@ -602,7 +603,7 @@ def draws_numbers(
     snapshot = Snapshot(model, any_parameter.device)
     try:
         numbers = DrawnNumbers(samples)
-        with NoDropout(numbers if draws_alike else None) as mode:
+        with NoDropout(model, numbers if draws_alike else None) as mode:
             numbers.begin(0, samples)
             one = _pass(parameters, losses_of, (0, samples), None)
             # A pass may change buffers, which are no draws.
@@ -695,9 +696,11 @@ class DrawnNumbers:
 
 
 class NoDropout(TorchFunctionMode):
-    """Turns dropout off wherever it is called, as a layer or as a function; everything else stays in training mode.
+    """Turns dropout off wherever it is called, as a layer or as a function, and the masks that speech models of
+    transformers draw with NumPy (SpecAugment); everything else stays in training mode.
 
     Args:
+        model: The model.
         numbers: What takes the place of random numbers; None: they are drawn.
 
     Attributes:
@@ -706,10 +709,24 @@ class NoDropout(TorchFunctionMode):
         draws: Whether random numbers were drawn by other functions.
     """
 
-    def __init__(self, numbers: DrawnNumbers | None = None) -> None:
+    def __init__(self, model: nn.Module, numbers: DrawnNumbers | None = None) -> None:
         super().__init__()
         self.seen = self.half = self.draws = False
         self._numbers = numbers
+        configs = [getattr(module, "config", None) for module in model.modules() if module.training]
+        self._masking = {id(config): config for config in configs if getattr(config, _MASKS, False) is True}
+
+    def __enter__(self) -> Self:
+        for config in self._masking.values():
+            self.seen = True
+            setattr(config, _MASKS, False)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for config in self._masking.values():
+            setattr(config, _MASKS, True)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

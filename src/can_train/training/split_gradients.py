@@ -83,7 +83,7 @@ def compare_gradients(run: ResolvedRun, reporter: Reporter) -> GradientCompariso
     task.before_step(model, rows, 0.0, step_generator(seed=seed, step=0, before=True))
     epoch, generator = task.in_epoch(0, training.epochs), step_generator(seed=seed, step=0)
     batch = epoch.logical_batch(rows, meter.device, torch.float64, generator)
-    with NoDropout() as no_dropout:
+    with NoDropout(model) as no_dropout:
         denominators = batch.denominators
         if denominators is None:
             denominators = {term: float(own) for term, (_, own) in batch.losses(model, 0, len(rows)).items()}
