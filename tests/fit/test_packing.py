@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from can_train.errors import ArgumentError, CanTrainError
 from can_train.fit import packing
 from can_train.fit.packing import (
+    ROUNDING,
     BatchCosts,
     MicroBatchLimit,
     SplitRules,
@@ -372,6 +373,28 @@ def sizes(rules: SplitRules, batch: BatchCosts = TEN) -> tuple[int, ...]:
 )
 def test_every_option_is_an_answer_to_what_a_part_may_hold(rules: SplitRules, expected: tuple[int, ...]) -> None:
     assert sizes(rules) == expected
+
+
+@given(batch=batches, limit=st.integers(1, 20_000), gradients=st.integers(0, 20_000), share=st.sampled_from([0.5, 1.0]))
+def test_a_batch_that_fits_without_earlier_gradients_is_whole_and_others_are_cut_beside_them(
+    batch: BatchCosts, limit: int, gradients: int, share: float
+) -> None:
+    beside = SplitRules(safe_limit=share * limit, tuned_limit=limit)
+    found = sizes(replace(beside, gradient_bytes=gradients), batch)
+    fits = batch.total <= share * (limit + gradients) * (1 + ROUNDING)
+    assert found == ((len(batch),) if fits else sizes(beside, batch))
+
+
+def test_a_size_that_was_given_or_is_faster_is_not_exceeded() -> None:
+    rules = SplitRules(safe_limit=8, tuned_limit=8, gradient_bytes=4)
+    assert sizes(rules) == (10,)
+    for chosen in (
+        replace(rules, samples=5),
+        replace(rules, fastest=5),
+        replace(rules, splits=2),
+        replace(rules, target=5),
+    ):
+        assert sizes(chosen) == (5, 5)
 
 
 @pytest.mark.parametrize(

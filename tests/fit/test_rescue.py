@@ -351,13 +351,17 @@ class CountedRetries(SimulatedMeter):
         return sum(step <= self.step for step in self.full_steps)
 
 
-@pytest.mark.parametrize(("full_steps", "smaller"), [({1, 2}, True), ({1, 3}, False), ({2}, False)])
-def test_two_steps_in_a_row_in_which_the_allocator_was_too_full_make_micro_batches_smaller(
-    full_steps: set[int], smaller: bool
+@pytest.mark.parametrize(
+    ("full_steps", "gradients", "smaller"),
+    [({1, 2}, 0, True), ({1, 3}, 0, False), ({2}, 0, False), ({1, 2}, 10, False)],
+)
+def test_two_steps_in_a_row_in_which_the_allocator_was_too_full_make_micro_batches_smaller_if_that_takes_less(
+    full_steps: set[int], gradients: int, smaller: bool
 ) -> None:
     meter = CountedRetries(full_steps)
     model = nn.Linear(1, 1)
     batcher = MicroBatcher(model, meter=meter)
+    batcher.rules = SplitRules(gradient_bytes=gradients)
     for step in range(1, 5):
         result = batcher.run(lambda start, stop: {"loss": (model(torch.ones(stop - start, 1)).sum(), stop - start)}, 20)
         meter.step = step
@@ -441,6 +445,20 @@ def test_parts_keep_to_what_others_leave_for_as_long_as_they_are_there() -> None
     assert gpu.batcher.ooms_rescued == ooms
     gpu.others_take(0)
     assert gpu.step() == (30, 30)
+
+
+def test_a_batch_that_did_not_fit_at_once_is_computed_in_parts_until_a_quiet_stretch_has_passed() -> None:
+    gpu = tuned_gpu()
+    gpu.batcher.rules = SplitRules(safe_limit=150 * MIB, tuned_limit=150 * MIB, gradient_bytes=20 * MIB)
+    gpu.cost = BatchCosts.of_samples([6 * MIB] * 28)
+    assert gpu.step() == (28,)
+    gpu.model.more_bytes = 40 * MIB
+    assert gpu.step() == (14, 14)
+    # It takes as much memory as a micro-batch of the safe limit beside gradients.
+    assert gpu.batcher.oom_cost == 150 * MIB
+    assert gpu.step() == (14, 14)
+    assert [gpu.step() for _ in range(4 * QUIET_STEPS)][-1] == (28,)
+    assert gpu.batcher.ooms_rescued == 1
 
 
 def test_a_surprise_at_a_cost_that_did_fit_makes_later_parts_a_little_smaller() -> None:

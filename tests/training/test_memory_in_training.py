@@ -122,6 +122,18 @@ def notices(session: Session) -> str:
     return "\n".join(session.reporter.texts)
 
 
+def test_a_batch_that_fits_where_no_gradients_are_yet_is_computed_at_once(tmp_path: Path) -> None:
+    session = session_on(tmp_path, HeavyTask(), 108, epochs=1)
+    plan = session.engine.run_plan.phase_plan
+    # Beside the gradients of a part before it, a micro-batch may have no more.
+    assert plan.rules.safe_limit < plan.largest_cost == pytest.approx(60 * MIB)
+    train(session)
+    batcher, peak = session.engine.batcher, session.engine.monitor.peak_bytes
+    assert (plan.most_parts, batcher.ooms_rescued) == (1, 0)
+    assert session.engine.run_plan.predicted_peak_bytes == pytest.approx(peak, rel=1e-3)
+    assert "is more than fits" not in notices(session)
+
+
 def test_a_sample_that_does_not_fit_is_named_after_a_checkpoint(tmp_path: Path) -> None:
     session = session_on(tmp_path, CostlyTask({17: 400}), 200, epochs=1, oom_retries=0)
     with pytest.raises(DoesNotFitError, match=r"Memory ran out.*point 17; sample \d+ of the batch"):

@@ -55,7 +55,7 @@ class PlannedMemory:
             predicted_peak_bytes=run_plan.predicted_peak_bytes,
             logical_batch=plan.logical_batch,
             largest_micro_batch=plan.largest_micro_batch,
-            largest_cost=plan.largest_cost,
+            largest_cost=min(plan.largest_cost, plan.rules.safe_limit),
             binding_limit=plan.binding_limit,
             fixed_size=run_plan.fixed_size,
             remembered=remembered,

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from can_train.fit.packing import SplitRules
+
 ALLOCATION_QUANTUM: Final = 512  # Bytes that allocators round up to: peaks cannot be known more finely
 # Half-width of a prediction interval in standard errors. It covers about 99 % where residuals are normal; small samples
 # have heavier tails.
@@ -386,6 +388,10 @@ class DeviceLimits:
             optimizer_peak_bytes=self.optimizer_peak_bytes - saved - saved_step_bytes,
             gradient_bytes=weights.trained_shard_bytes,
         )
+
+    def beside_gradients(self, rules: SplitRules) -> SplitRules:
+        """Returns rules for these limits, which hold beside the gradients of a step's earlier micro-batches."""
+        return replace(rules, gradient_bytes=float(self.gradient_bytes))
 
     def peak_interval(self, peak_bytes: float, cost: float) -> tuple[float, float]:
         """Returns the interval around a predicted peak, of steps whose costliest micro-batch has some cost."""

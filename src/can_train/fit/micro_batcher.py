@@ -419,6 +419,7 @@ class MicroBatcher:
         self._largest_planned = 0.0
         self._retries, self._retries_rose = self._meter.retries(), False
         self._last_largest_cost = math.inf
+        self._takes_least = False  # Whether the last batch would take more memory in parts
         self._undo: Undo | None = None  # Of the batch that is computed now, or was computed last
         self._had_gradient = False  # Whether any part of the batch had one
         # Tensors beside the model's parameters that a backward pass gave gradients to, and the losses looked through.
@@ -712,10 +713,13 @@ class MicroBatcher:
                 with part, self._compiler(part), is_repeatable, is_undone, rescue.record_foreign_memory(), together():
                     losses = compute(part.start, part.stop)
                 if part.is_done:
-                    totals.add(losses, part, costs.cost(part.start, part.stop), rescued=rescue.ooms > ooms)
+                    cost = limit.charged(costs.cost(part.start, part.stop))
+                    totals.add(losses, part, cost, rescued=rescue.ooms > ooms)
                     ooms = rescue.ooms
         self._largest_planned = max(self._largest_planned, min(limit.cost, costs.cost(0, len(costs))))
         self._last_largest_cost = totals.largest_cost
+        # Two halves take more memory where the gradients of the first take more than half of the batch.
+        self._takes_least = len(totals.sizes) == 1 and 2 * self.rules.gradient_bytes >= totals.largest_cost
         return totals.result(ooms - ooms_before)
 
     def _rounds(
@@ -823,7 +827,8 @@ class MicroBatcher:
             # What is computed may call other modules than at the last time.
             self.shards.forget((id(self), "evaluation"))
             together = self.shards.together
-        limit, undo = limit or self.rules.limit_for(costs), Undo(self._model, self._meter)
+        limit = limit or replace(self.rules.limit_for(costs), alone=0.0)
+        undo = Undo(self._model, self._meter)
         results: list[T] = []
         with self._meter.active(tensors_of([self._model])), torch.no_grad():
             for part in self._rounds(rescue.tries(costs, limit), compute, undo, ("evaluation",)):
@@ -876,7 +881,7 @@ class MicroBatcher:
         rose = retries > self._retries
         # The allocator released its cache to serve an allocation, and again in the next step: it works at its limit,
         # where every step is slow and memory too fragmented to last.
-        if rose and self._retries_rose:
+        if rose and self._retries_rose and not self._takes_least:
             backoff = backoff.after_pressure(self._last_largest_cost)
         elif self._settings.regrow:
             backoff = backoff.after_step(planned=self._largest_planned, factor=self._settings.factor)

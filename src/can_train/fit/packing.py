@@ -300,10 +300,16 @@ class MicroBatchLimit:
     """The limit of one micro-batch."""
 
     cost: float = math.inf  # Bytes above base
+    # Bytes that the only micro-batch of a batch may cost more: there are no gradients of earlier ones beside it
+    alone: float = 0.0
     samples: int = 0  # Largest number of samples; 0: any
     floor: int = 1  # Smallest number of samples that a batch is cut into, costly or not
     equal: bool = False  # Micro-batches of equal size, the largest divisor that fits
     planned: tuple[int, ...] = ()  # Sizes of the whole batch's parts in samples, which are cut further where they must
+
+    def charged(self, cost: float) -> float:
+        """Returns the cost of a micro-batch beside gradients that takes as much memory, at most, as one of `cost`."""
+        return min(cost, self.cost) if cost <= (self.cost + self.alone) * (1 + ROUNDING) else cost
 
 
 def cut(batch: BatchCosts, limit: MicroBatchLimit) -> tuple[int, ...]:
@@ -319,6 +325,8 @@ def cut(batch: BatchCosts, limit: MicroBatchLimit) -> tuple[int, ...]:
     (4, 3, 3)
     """
     size = len(batch)
+    if limit.alone and batch.total <= (limit.cost + limit.alone) * (1 + ROUNDING):
+        return (size,) if size else ()
     most = min(limit.samples or size, size)
     if limit.equal:
         # The largest divisor of the batch whose parts all fit; the floor or 1 where none does.
@@ -415,6 +423,7 @@ class SplitRules:
 
     safe_limit: float = math.inf  # Largest cost of one micro-batch; infinite without a search
     tuned_limit: float = math.inf  # Cost that was tried and fits; infinite without a search
+    gradient_bytes: float = 0.0  # Gradients of a step's earlier micro-batches, beside which the limits hold
     fastest: float = math.inf  # Largest cost of a micro-batch where smaller ones are faster; infinite: they are not
     samples: int = 0  # Largest micro-batch in samples (a fixed one, or a loader batch); 0: any
     floor: int = 1  # Smallest micro-batch in samples
@@ -429,6 +438,8 @@ class SplitRules:
         """Decides the limit of a micro-batch of this logical batch."""
         if self.threshold and batch.in_units().total <= self.threshold:
             return MicroBatchLimit(cost=self.tuned_limit, floor=self.floor, equal=self.equal)
+        if self.is_alone(batch):
+            return MicroBatchLimit(cost=self.safe_limit, alone=self.safe_alone, floor=self.floor)
         cost = min(self.safe_limit, self.fastest)
         limit = MicroBatchLimit(cost=cost, samples=self.samples, floor=self.floor, equal=self.equal)
         if self.target < self.safe_limit:
@@ -446,6 +457,18 @@ class SplitRules:
         more, fewer = _cost_around(batch, limit, self.splits)
         even = replace(limit, cost=fewer)
         return even if len(cut(batch, even)) == self.splits else replace(limit, cost=more)
+
+    @property
+    def safe_alone(self) -> float:
+        """Bytes that the only micro-batch of a step may cost beyond the safe limit."""
+        return self.gradient_bytes * min(self.safe_limit / max(self.tuned_limit, 1.0), 1.0)
+
+    def is_alone(self, batch: BatchCosts) -> bool:
+        """Whether a batch that exceeds the safe limit fits at once, since no gradients are there before it."""
+        # The user's own options decide how batches are cut, and a size that is faster does.
+        is_free = self.splits == 1 and not self.samples and self.target == self.fastest == math.inf
+        most = (self.safe_limit + self.safe_alone) * (1 + ROUNDING)
+        return is_free and self.gradient_bytes > 0 and self.safe_limit * (1 + ROUNDING) < batch.total <= most
 
 
 def _cost_around(batch: BatchCosts, limit: MicroBatchLimit, parts: int) -> tuple[float, float]:

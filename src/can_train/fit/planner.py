@@ -492,7 +492,9 @@ class Planner:
         assert plan.limits is not None, "only a plan with limits is cut by its cost"
         with CatchOutOfMemory():
             held = torch.empty(self.data_bytes, dtype=torch.uint8, device=self.meter.device)
-            with self.explorer.worst_case(plan.limits.training, plan.phase_plan.largest_cost) as (run, resident):
+            # Gradients are beside it: one that is alone in its step takes as much as one of the safe limit.
+            cost = min(plan.phase_plan.largest_cost, plan.phase_plan.rules.safe_limit)
+            with self.explorer.worst_case(plan.limits.training, cost) as (run, resident):
                 for _ in range(self.training.find_batch_size_steps_per_trial):
                     with self.meter.measuring([*resident, held]):
                         run()
@@ -584,7 +586,8 @@ class Planner:
         needs_no_margin = is_uniform and self.explorer.rung.ranks == 1
         decided = rule.decide(limits if request.searches else None, is_uniform=needs_no_margin)
         shares = epoch_shares(self.task, skipped, seed=training.seed, epochs=training.epochs)
-        request = replace(request, epoch_shares=shares)
+        rules = request.rules if limits is None else limits.beside_gradients(request.rules)
+        request = replace(request, epoch_shares=shares, rules=rules)
         resolve = partial(
             resolve_plan,
             order=order,
@@ -668,6 +671,7 @@ class Planner:
         training, phase = self.training, other.limits.training
         rows = next(planned_orders(self.task, skipped, seed=training.seed, epochs=training.epochs))
         order = price(self.task, rows, phase)
+        request = replace(request, rules=other.limits.beside_gradients(request.rules))
         plan = resolve_plan(request, order, tuned_limit=phase.tuned_limit, factor=other.factor)
         return size_candidates(request, plan, order, rung=other.rung.timed_as)
 

@@ -303,7 +303,9 @@ class Rescue:
         cost = min(limit.cost, self.backoff.limit)
         if self.contention_level:
             cost = min(cost, ROOM_SHARES[self.contention_level - 1] * self._room())
-        limit = replace(limit, cost=cost)
+        # Of parts of a batch, all but the first have gradients beside them.
+        alone = 0.0 if start or self.backoff.limit < math.inf else limit.alone
+        limit = replace(limit, cost=cost, alone=alone)
         if limit.planned:
             stops = [min(stop, len(batch)) for stop in accumulate(limit.planned) if stop > start]
             parts = [batch.part(*bounds) for bounds in pairwise([start, *stops])]
@@ -313,9 +315,9 @@ class Rescue:
     def _split_after_oom(self, batch: BatchCosts, start: int, stop: int, limit: MicroBatchLimit) -> tuple[int, ...]:
         """Decides how the part that failed, and all that is left to do, is cut from now on."""
         self.ooms += 1
-        # The samples that are left need not have a divisor that fits.
-        limit = replace(limit, equal=False)
-        cost = batch.cost(start, stop)
+        cost = limit.charged(batch.cost(start, stop))
+        # The samples that are left need not have a divisor that fits, and gradients are beside them.
+        limit = replace(limit, equal=False, alone=0.0)
         if self.settings.adaptive and (room := self._contended_room(cost, limit)):
             # Other processes may have ended already: this part is cut by the room beside them.
             first, *_ = self.cut(batch.part(0, stop), start, replace(limit, cost=min(limit.cost, room)))
@@ -327,7 +329,7 @@ class Rescue:
         proven = 0.0 if self.phase is None else self.phase.tuned_limit
         self.backoff = self.backoff.after_oom(cost, factor=self.settings.factor, proven=proven)
         # The part that failed is split in any case, also where the limit would allow it again.
-        narrow = replace(limit, cost=min(limit.cost, cost / self.settings.factor))
+        narrow = replace(limit, cost=min(limit.cost, batch.cost(start, stop) / self.settings.factor))
         first, *_ = self.cut(batch.part(0, stop), start, narrow)
         return (first, *self.cut(batch, start + first, limit))
 

@@ -70,7 +70,8 @@ class OtherRung:
     def rules(self, plan: PhasePlan) -> SplitRules:
         """Returns rules that cut the plan's batches on this rung."""
         tuned = self.limits.training.tuned_limit
-        return replace(plan.rules, safe_limit=self.factor * tuned, tuned_limit=tuned)
+        rules = self.limits.beside_gradients(plan.rules)
+        return replace(rules, safe_limit=self.factor * tuned, tuned_limit=tuned)
 
     def cost_on(self, own: DeviceLimits, cost: float) -> float:
         """Returns the cost of a micro-batch on the plan's own rung that has the peak of one of `cost` on this rung."""
@@ -229,7 +230,8 @@ def price(task: BatchTask, rows: Rows, phase: SearchResult | None) -> BatchCosts
 
 def too_large_notices(plan: PhasePlan, limits: DeviceLimits, training: TrainingSettings) -> list[str]:
     """Warns where the user's options make micro-batches too large."""
-    if limits.training.capped or plan.largest_cost <= limits.training.tuned_limit * (1 + ROUNDING):
+    fits = limits.training.tuned_limit + (limits.gradient_bytes if plan.most_parts == 1 else 0)
+    if limits.training.capped or plan.largest_cost <= fits * (1 + ROUNDING):
         return []
     need, there = size_text(limits.training.peak_bytes(plan.largest_cost)), size_text(limits.capacity_bytes)
     needs = f"one of {plan.largest_micro_batch} samples is predicted to need {need} ({there} usable)"
