@@ -12,7 +12,7 @@ import typer
 from can_train.cli.main import main
 from can_train.cli.prune import Places, find_prunable
 from can_train.factors.observations import Event, read_records, write_record
-from fakes.made_runs import RESULT, Runs
+from fakes.made_runs import RESULT, Runs, close
 from fakes.samples import at, observation, started
 
 DAY_S = 86400.0
@@ -188,3 +188,11 @@ def test_what_cannot_be_deleted_is_named(
     assert main(["doctor", "--prune", "--yes", *runs.flags]) == 2
     assert "could not be deleted" in capsys.readouterr().err
     assert "prepared data" in found(runs)
+
+
+def test_no_copy_of_code_goes_while_a_run_cannot_be_read(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    years_old(runs)
+    path = runs.add(2)
+    assert "copies of code" in found(runs)
+    close(runs.state_dir / "runs" / path.name, monkeypatch)
+    assert "copies of code" not in found(runs)

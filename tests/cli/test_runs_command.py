@@ -19,7 +19,7 @@ from can_train.io.index import recall, remember
 from can_train.io.records import utc_now
 from can_train.report.run_list import _Remembered
 from fakes.finished_runs import Shelf
-from fakes.made_runs import KEY, RESULT, Runs, begin, end
+from fakes.made_runs import KEY, RESULT, Runs, begin, close, end
 
 
 @pytest.fixture
@@ -467,3 +467,32 @@ def test_a_ranking_sees_what_has_changed(ranked: Shelf, capsys: pytest.CaptureFi
     assert best_by_loss(ranked, capsys) == [("synthetic", 0.1)]
     shutil.rmtree(older)
     assert "No run has finished yet" in said(capsys, "runs", "--best", "mcc", *ranked.flags, code=2)
+
+
+def test_an_entry_that_another_person_has_closed_is_set_aside_and_ends_no_command(
+    runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, newer = runs.add(1, RESULT), runs.add(2, RESULT)
+    shutil.rmtree(closed)
+    entry = runs.state_dir / "runs" / closed.name
+    close(entry, monkeypatch)
+    assert main(["runs", *runs.flags]) == 0
+    printed = capsys.readouterr()
+    assert "0002" in printed.out
+    assert printed.err.split() == ["note:", "set", "aside:", f"{entry}:", "Permission", "denied"]
+    for command in (("show",), ("status",), ("tag",), ("note",), ("logs",)):
+        words = ["best"] if command == ("tag",) else []
+        assert main([*command, newer.name, *words, *runs.flags]) == 0
+    runs.add(3)
+    close(runs.state_dir / "runs" / runs.add(4).name, monkeypatch)
+    assert main(["runs", "--json", *runs.flags]) == 0
+    assert "; and 1 more" in capsys.readouterr().err
+
+
+def test_tags_that_another_person_has_closed_end_no_list(
+    runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = runs.add(1, RESULT)
+    said(capsys, "tag", path.name, "best", *runs.flags)
+    close(runs.state_dir / "labels", monkeypatch)
+    assert "0001" in said(capsys, "runs", "--columns", "run,tags", *runs.flags)

@@ -3,10 +3,12 @@
 import json
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from can_train.io.records import AttemptStart, JobId
 from can_train.runs.attempts import AttemptEnd
@@ -75,6 +77,22 @@ class Runs:
     def look(self, answer: SchedulerAnswer | None = None) -> list[RunStatus]:
         """Finds out about all of them; without an answer SLURM knows none of their jobs."""
         return run_statuses(self.known(), self.registry, FakeScheduler(answer or SchedulerAnswer()))
+
+
+def close(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Closes a folder as `chmod 700` closes it to other people. For root, too, whom no mode keeps out."""
+
+    def closing(call: Callable[..., Any], *, itself: bool) -> Callable[..., Any]:
+        def refusing(path: Any = ".", *args: Any, **named: Any) -> Any:
+            place = None if isinstance(path, int) else Path(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100
+            if place is not None and (folder in place.parents or (itself and place == folder)):
+                raise PermissionError(13, "Permission denied", str(path))
+            return call(path, *args, **named)
+
+        return refusing
+
+    for name, itself in (("stat", False), ("lstat", False), ("open", True), ("listdir", True), ("scandir", True)):
+        patch.setattr(os, name, closing(getattr(os, name), itself=itself))
 
 
 def at(second: int) -> str:

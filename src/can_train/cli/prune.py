@@ -74,8 +74,11 @@ def find_prunable(places: Places, *, older_s: float, now: float) -> list[Prunabl
     state, cache = places.state, places.cache
     kinds = {path: "prepared data" for path in _children(cache) if path.name != _OUTPUTS}
     kinds |= dict.fromkeys(_children(cache / _OUTPUTS), "outputs of reference models")
-    in_use = {described_folder(run.folder.path) for run in known_runs(Registry(state), places.runs)}
-    kinds |= {path: "copies of code" for path in _children(code_folder(state)) if path not in in_use}
+    registry = Registry(state)
+    in_use = {described_folder(run.folder.path) for run in known_runs(registry, places.runs)}
+    # A run that cannot be read may use any of them.
+    copies = () if registry.set_aside else _children(code_folder(state))
+    kinds |= {path: "copies of code" for path in copies if path not in in_use}
     kinds |= dict.fromkeys(_children(index_folder(state)), "what is remembered of records")
     kinds |= dict.fromkeys(repeated_starts(state), "repeated starts")
     for root in (state, cache, places.runs):

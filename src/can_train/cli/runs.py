@@ -127,6 +127,9 @@ def runs(  # noqa: PLR0913 - Typer makes an option of each argument
         print_json([listed_json(status) for status in _newest(locator, chosen, limit)[0]])
     else:
         _print_runs(*_newest(locator, chosen, limit), locator, is_filtered=chosen != RunFilter())
+    if aside := locator.registry.set_aside:
+        more = f"; and {len(aside) - 1} more" if len(aside) > 1 else ""
+        print_note(f"set aside: {aside[0].shown}: {aside[0].reason}{more}")
 
 
 def status(run: RunOrSweep, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> None:

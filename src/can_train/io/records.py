@@ -542,7 +542,7 @@ def read_documents(
             if isinstance(error, FileNotFoundError) and not Path(path).is_symlink():
                 # The file was deleted after the listing.
                 continue
-            set_aside.append(SetAside(Path(path), str(error)))
+            set_aside.append(SetAside(Path(path), getattr(error, "strerror", None) or str(error)))
     return records
 
 

@@ -10,6 +10,7 @@ from can_train.config.compose import RunRequest
 from can_train.config.resolved import ResolvedRun, plain_from_yaml, presets
 from can_train.config.task_settings import Prerequisite
 from can_train.errors import ConfigError, unknown_name
+from can_train.io.records import is_file
 from can_train.runs import past_runs
 from can_train.runs.run_state import RunState
 from can_train.runs.status import KnownRun
@@ -234,7 +235,7 @@ def _with_earlier_run(step: PlannedStage, since: float, context: PipelineContext
     finished = next((known for known in same if past_runs.is_whole(known.folder)), None)
     if finished is not None:
         return replace(step, what=REUSED, known=finished)
-    begun = next((known for known in same if not known.folder.result_path.exists()), None)
+    begun = next((known for known in same if not is_file(known.folder.result_path)), None)
     if begun is None:
         return step
     state = context.state_of(begun)

@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from can_train.errors import StateError
 from can_train.io import records
 from can_train.io.index import INDEX_FROM, Kind, index_folder, read_folder
 from can_train.io.records import JobId, SetAside
@@ -96,9 +97,15 @@ _LABEL_KIND: Final = Kind(
 
 
 class Registry:
-    """The registry in a state folder, which need not exist. Entries are immutable files, so that no lock is needed."""
+    """The registry in a state folder, which need not exist. Entries are immutable files, so that no lock is needed.
+
+    Attributes:
+        set_aside: What the last `runs` could not read: several people may share the folder, and a person may have
+            closed an entry to the others.
+    """
 
     def __init__(self, state_dir: Path) -> None:
+        self.set_aside: list[SetAside] = []
         self.folder = state_dir / _RUNS
         self._index = index_folder(state_dir) / _RUNS
         self._label_folder, self._label_index = state_dir / _LABELS, index_folder(state_dir) / _LABELS
@@ -134,6 +141,7 @@ class Registry:
         """Reads all runs, the oldest first. At least `index_from` runs outside the index are added to the index."""
         index, names = read_folder(self.folder, self._index, _RUN_KIND)
         certain, doubtful = dict[str, RunRecord](), list[RunRecord]()
+        self.set_aside = []
         for run_id in names:
             aside: list[SetAside] = []
             for record in self._read(run_id, "run", RunRecord, aside):
@@ -141,6 +149,7 @@ class Registry:
                     doubtful.append(record)
                 else:
                     certain[run_id] = record
+            self.set_aside += [each for each in aside if not each.is_read]
         if index.is_worth_extending(len(certain), index_from):
             index.extend(certain)
         every_record = [*index.records(index.groups).values(), *certain.values(), *doubtful]
@@ -155,8 +164,12 @@ class Registry:
         return sorted(self._read(run_id, "cancel-", CancelRecord, []), key=lambda record: record.time)
 
     def labels(self) -> dict[str, RunLabels]:
-        """Reads the tags and notes of all runs that have some, by run id."""
-        index, names = read_folder(self._label_folder, self._label_index, _LABEL_KIND)
+        """Reads the tags and notes of all runs that have some, by run id; none where they cannot be read."""
+        try:
+            index, names = read_folder(self._label_folder, self._label_index, _LABEL_KIND)
+        except StateError:
+            # Another person's folder. Whoever changes a label is told.
+            return {}
         new = records.read_documents(self._label_folder, names, LabelRecord, [], most_bytes=_MAX_ENTRY_BYTES)
         if index.is_worth_extending(len(new), INDEX_FROM):
             index.extend(new)
@@ -170,10 +183,14 @@ class Registry:
         return labels
 
     def _read(self, run_id: str, prefix: str, kind: type[_Record], aside: list[SetAside]) -> list[_Record]:
-        folder = self.folder / run_id
-        if not folder.is_dir():
+        folder, end = self.folder / run_id, records.DOCUMENT_SUFFIX
+        try:
+            listed = sorted(os.listdir(folder))  # noqa: PTH208 - ten thousand paths cost more than their content
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        names, end = records.list_names(folder), records.DOCUMENT_SUFFIX
-        names = [name for name in names if name.startswith(prefix) and name.endswith(end)]
+        except OSError as error:
+            aside.append(SetAside(folder, error.strerror or str(error)))
+            return []
+        names = [name for name in listed if name.startswith(prefix) and name.endswith(end)]
         # Damaged entries are left out.
         return list(records.read_documents(folder, names, kind, aside, most_bytes=_MAX_ENTRY_BYTES).values())

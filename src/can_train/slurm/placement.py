@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from can_train.config.settings import ClusterSettings
 from can_train.errors import ConfigError, RunError
+from can_train.io.records import is_file
 from can_train.memory.catalogue import bandwidth_gb_s, cards_named
 from can_train.runs.run_folder import RunFolder
 from can_train.slurm.client import node_names
@@ -175,7 +176,7 @@ def finished_folders(key: str, runs: Sequence[RunRecord]) -> Iterator[RunFolder]
     """Yields the folders of the newest finished runs with a key, the newest first; `runs` has the oldest run first."""
     folders = (RunFolder(Path(run.path)) for run in reversed(runs) if run.key == key)
     # A look for the result is cheap; runs without one must not hide those with one.
-    return islice((folder for folder in folders if folder.result_path.is_file()), _MAX_RUNS_READ)
+    return islice((folder for folder in folders if is_file(folder.result_path)), _MAX_RUNS_READ)
 
 
 def read_speeds(key: str, config: Mapping[str, Any], runs: Sequence[RunRecord]) -> list[Speed]:
