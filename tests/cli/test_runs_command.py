@@ -18,6 +18,7 @@ from can_train.cli.main import main
 from can_train.io.index import recall, remember
 from can_train.io.records import utc_now
 from can_train.report.run_list import _Remembered
+from can_train.runs.run_folder import RunFolder, name_to_type
 from fakes.finished_runs import Shelf
 from fakes.made_runs import KEY, RESULT, Runs, begin, close, end
 
@@ -496,3 +497,17 @@ def test_tags_that_another_person_has_closed_end_no_list(
     said(capsys, "tag", path.name, "best", *runs.flags)
     close(runs.state_dir / "labels", monkeypatch)
     assert "0001" in said(capsys, "runs", "--columns", "run,tags", *runs.flags)
+
+
+def test_runs_are_known_by_their_folders_where_another_person_has_closed_the_registry(
+    runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = runs.add(1, RESULT)
+    close(runs.state_dir / "runs", monkeypatch)
+    monkeypatch.setenv("CAN_TRAIN_HOME", str(runs.state_dir))
+    assert name_to_type(RunFolder(path)) == str(path)
+    assert main(["runs", *runs.flags]) == 0
+    printed = capsys.readouterr()
+    assert "0001" in printed.out
+    assert f"set aside: {runs.state_dir / 'runs'}: Permission denied" in " ".join(printed.err.split())
+    assert "0001" in said(capsys, "show", str(path), "--json", *runs.flags)

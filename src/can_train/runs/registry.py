@@ -139,9 +139,16 @@ class Registry:
 
     def runs(self, *, index_from: int = INDEX_FROM) -> list[RunRecord]:
         """Reads all runs, the oldest first. At least `index_from` runs outside the index are added to the index."""
-        index, names = read_folder(self.folder, self._index, _RUN_KIND)
-        certain, doubtful = dict[str, RunRecord](), list[RunRecord]()
         self.set_aside = []
+        try:
+            index, names = read_folder(self.folder, self._index, _RUN_KIND)
+        except StateError as error:
+            # Another person has closed the whole registry: runs are known by their folders alone.
+            if not isinstance(error.__cause__, PermissionError):
+                raise
+            self.set_aside.append(SetAside(self.folder, str(error.__cause__.strerror)))
+            return []
+        certain, doubtful = dict[str, RunRecord](), list[RunRecord]()
         for run_id in names:
             aside: list[SetAside] = []
             for record in self._read(run_id, "run", RunRecord, aside):

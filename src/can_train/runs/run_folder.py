@@ -29,7 +29,7 @@ import msgspec
 from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yaml, state_dir, state_folder
 from can_train.errors import EarlierAttemptError, RunError, StateError
 from can_train.io import records
-from can_train.io.records import AttemptStart, is_file, utc_now
+from can_train.io.records import AttemptStart, is_file, is_folder, utc_now
 from can_train.reporter import Reporter
 from can_train.runs.attempts import CHECKPOINTS, Attempts, read_record
 from can_train.runs.registry import Registry, RunRecord
@@ -548,8 +548,8 @@ def register_run(
 
 def name_to_type(folder: RunFolder) -> str:
     """Returns the name of a run on a command line, ready to be typed."""
-    # A run outside the registry of the command is named by its folder.
-    is_listed = Registry(state_folder()).entry(folder.run_id).parent.is_dir()
+    # A run outside the registry of the command, or of one that another person has closed, is named by its folder.
+    is_listed = is_folder(Registry(state_folder()).entry(folder.run_id).parent)
     return short_name(folder.run_id) if is_listed else shlex.quote(str(folder.path))
 
 
