@@ -154,6 +154,37 @@ def test_an_archived_run_is_only_there(runs: Runs, tmp_path: Path, capsys: pytes
     assert len(json.loads(said(capsys, "runs", "--json", *runs.flags))) == 1
 
 
+def test_a_copied_run_is_archived_again_and_back(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = [tmp_path / name for name in ("first", "second")]
+    said(capsys, "archive", "0002", str(places[0]), "--yes", *runs.flags)
+    for source, place in ((places[0], places[1]), (places[1], runs.runs_dir)):
+        (run,) = source.glob("*-0002")
+        assert "Deleted 1 run here" in said(capsys, "archive", str(run), str(place), "--yes", *runs.flags)
+        assert not run.exists()
+    (row,) = json.loads(said(capsys, "runs", "--columns", "id,note", "--json", *runs.flags, "--tag", "paper"))
+    assert row["note"] == "of figure 3"
+
+
+def test_a_copy_that_differs_is_named_and_nothing_is_deleted(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run,) = runs.runs_dir.glob("*-0001")
+    said(capsys, "sync", "0001", str(tmp_path / "copies"), *runs.flags)
+    copy = tmp_path / "copies" / run.name / "result.json"
+    facts = copy.stat()
+    copy.write_text(copy.read_text().replace("finished", "FINISHED"))
+    # As a disk that fails leaves it: rsync copies no file of the same size and time.
+    os.utime(copy, (facts.st_atime, facts.st_mtime))
+    message = said(capsys, "archive", "0001", str(tmp_path / "copies"), "--yes", *runs.flags, code=2)
+    assert f"nothing was deleted here: {run.name}/result.json." in message
+    assert run.is_dir()
+    assert "Move its copy away" in message
+    copy.unlink()
+    assert "Deleted 1 run here" in said(capsys, "archive", "0001", str(tmp_path / "copies"), "--yes", *runs.flags)
+
+
 @pytest.mark.parametrize(
     ("place", "message"),
     [("-e sh", "A place is a folder"), ("--rsh=x:y", "A place is a folder"), ("RUNS", "onto itself"),
