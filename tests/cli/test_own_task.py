@@ -1,8 +1,10 @@
 """A task of one's own, in a folder outside the checkout: named on the command line, trained, and its errors."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -10,6 +12,7 @@ from can_train.cli.main import main
 from can_train.config.compose import RunRequest, changed_settings, from_plain, resolve, with_changes
 from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yaml
 from can_train.errors import ConfigError
+from can_train.io.records import open_to_append
 from can_train.runs import recording
 from fakes.own_tasks import CLASSIFIER, PADDED, TAILED, write_task
 
@@ -196,6 +199,32 @@ def test_a_disk_that_is_full_while_it_trains_is_said_with_the_run_and_the_remedy
         assert f"error: A file cannot be written for lack of space: {run}: No space left on device. " in said
         assert f"Free some space; the run goes on with can-train resume {run.name}." in said
         assert "Traceback" not in said
+
+
+def test_a_run_whose_folder_goes_while_it_trains_is_told_and_its_sweep_goes_on(
+    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = list[Path]()
+
+    def delete_first(path: Path) -> TextIO:
+        if not gone:
+            gone.append(path.parent)
+            shutil.rmtree(path.parent)
+        return open_to_append(path)
+
+    monkeypatch.setattr(recording, "open_to_append", delete_first)
+    line = ("--task", f"{own}:MyTask", "--device", "cpu", "--epochs", "1", "--set", "training.lr=0.01,0.001", "--json")
+    assert main(line) == 3
+    (run,) = (tmp_path / "runs").iterdir()
+    printed = capsys.readouterr()
+    assert json.loads((run / "result.json").read_text())["status"] == "finished"
+    error, finished = json.loads(printed.out)
+    assert error["error"]["value"] == str(gone[0])
+    assert finished["run_id"] == run.name
+    said = " ".join(printed.err.split())
+    assert f"error: The folder of the run was moved or deleted while it trained: {gone[0]}. Bring it back, " in said
+    assert f"can-train resume {gone[0].name}; or train anew." in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(

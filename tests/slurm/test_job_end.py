@@ -125,6 +125,13 @@ class EndedJob:
         return found.message if found else ""
 
 
+def test_a_run_whose_folder_is_gone_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = EndedJob(tmp_path, monkeypatch)
+    shutil.rmtree(job.path)
+    assert job.after(status=3) == f"{job.path} is gone, so the run is not started again"
+    assert not job.path.exists()
+
+
 @pytest.mark.parametrize(
     ("scontrol", "reason"),
     [

@@ -858,10 +858,13 @@ class RunPrinter:
                 self._add_object(error)
 
     def _add_object(self, error: CanTrainError | None) -> None:
+        from can_train.io.records import is_file
         from can_train.report.run_facts import run_facts
+        from can_train.runs.run_folder import CONFIG
 
         facts = {}
-        if self.folder is not None:
+        # Somebody may have deleted the folder while the run trained.
+        if self.folder is not None and is_file(self.folder.path / CONFIG):
             path, state_dir = self.folder.path, self.folder.config()["paths"]["state_dir"]
             locator = RunLocator(str(path.parent), state_dir or None)
             facts = run_facts(locator.status(locator.find(str(path))))

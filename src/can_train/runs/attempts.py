@@ -4,7 +4,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Timer, get_ident
@@ -310,7 +310,9 @@ class Attempts:
                 ending, message, details = _describe_end(error)
                 if not any((self._folder.parent / CHECKPOINTS).glob("*.pt")):
                     message = message or _UNSAVED.get(ending, "")
-                self.record_end(ending, message, details, rank=self._context.rank)
+                # On a full disk, or in a folder that is gone, the error that ended the attempt must not be hidden.
+                with nullcontext() if error is None else suppress(OSError):
+                    self.record_end(ending, message, details, rank=self._context.rank)
 
     def record_end(self, ending: str, message: str, details: Mapping[str, Any], *, rank: int | None = None) -> None:
         """Records the end of this job's attempt. `rank` is None for a record that is made after the job."""

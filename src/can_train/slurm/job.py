@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from can_train.config.settings import ClusterSettings
 from can_train.errors import CanTrainError, RunError, StateError, printable
-from can_train.io.records import JobId, utc_now
+from can_train.io.records import JobId, is_folder, utc_now
 from can_train.io.units import count_of
 from can_train.memory.host import PACKED, control_groups
 from can_train.runs import attempts
@@ -582,6 +582,8 @@ def _after_run(
     """Records how the run of a job ended, and submits it again if it may be; returns a sentence about it, or the run,
     its ending and the decision where the job goes back into the queue.
     """
+    if not is_folder(ended.folder.path):
+        return f"{ended.folder.path} is gone, so the run is not started again"
     # A run that shares its job with others, and was over before the job came back for them.
     if ended.job.packed_with > 1 and ended.end is None and _is_over(ended.folder):
         return ""

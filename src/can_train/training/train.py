@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from can_train.config.compose import changed_settings
 from can_train.config.resolved import ResolvedRun, cache_folder, state_dir
-from can_train.errors import CanTrainError, DoesNotFitError, StateError, Stopped, errors_of_steps
+from can_train.errors import CanTrainError, DoesNotFitError, FailedRunError, StateError, Stopped, errors_of_steps
 from can_train.factors.store import factor_rule
 from can_train.fit.batch_dependence import BatchDependence
 from can_train.fit.compiled import compiler_limits
@@ -39,7 +39,7 @@ from can_train.fit.rescue import describe_out_of_memory, fatal_out_of_memory
 from can_train.fit.run_plan import RunPlan
 from can_train.fit.search import NO_RECORDING
 from can_train.fit.sharding import Shards
-from can_train.io.records import check_writable, is_file, open_to_append, this_host, write_json_atomic
+from can_train.io.records import check_writable, is_file, is_folder, open_to_append, this_host, write_json_atomic
 from can_train.io.units import counted, finite, size_text
 from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.meters import Meter, open_meter, tensors_of
@@ -221,7 +221,12 @@ def logged(folder: RunFolder, log: LoggedReporter, stops: StopRequests, *, ranks
         except CanTrainError as error:
             log.write(f"error: {error}")
             raise
-        except Exception:
+        except Exception as error:
+            if isinstance(error, FileNotFoundError) and not is_folder(folder.path):
+                # Its log is gone, too.
+                raise FailedRunError("The folder of the run was moved or deleted while it trained",
+                                     value=str(folder.path), remedy="Bring it back, and the run goes on with "
+                                     f"can-train resume {folder.run_id}; or train anew") from error  # fmt: skip
             log.write(traceback.format_exc())
             raise
         except SystemExit as stop:
