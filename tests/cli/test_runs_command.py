@@ -511,3 +511,39 @@ def test_runs_are_known_by_their_folders_where_another_person_has_closed_the_reg
     assert "0001" in printed.out
     assert f"set aside: {runs.state_dir / 'runs'}: Permission denied" in " ".join(printed.err.split())
     assert "0001" in said(capsys, "show", str(path), "--json", *runs.flags)
+
+
+@pytest.mark.parametrize("name", ["0001-0001", "20260101-000001", "FULL"])
+def test_a_run_that_another_person_has_closed_is_told_by_the_list_and_by_its_name(
+    runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    closed = runs.add(1, RESULT, entered=False)
+    runs.add(2, RESULT, sweep="sweep-lr-0001")
+    (runs.runs_dir / "lost+found").mkdir()
+    close(closed, monkeypatch)
+    close(runs.runs_dir / "lost+found", monkeypatch)
+    assert main(["runs", *runs.flags]) == 0
+    assert capsys.readouterr().err.split() == ["note:", "set", "aside:", f"{closed}:", "Permission", "denied"]
+    for command in ("show", "status", "resume"):
+        message = said(capsys, command, closed.name if name == "FULL" else name, *runs.flags, code=2)
+        assert f"error: The run cannot be read: {closed}: Permission denied." in message
+    assert "0002" in said(capsys, "show", "last", *runs.flags)
+
+
+def test_how_a_listed_run_ended_that_another_person_has_closed_is_not_known(
+    runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = runs.add(1, RESULT)
+    close(path.parent, monkeypatch)
+    (run,) = json.loads(said(capsys, "runs", "--json", *runs.flags))
+    assert (run["state"], run["certain"]) == ("failed", False)
+    assert f"{path}/result.json cannot be read" in " ".join(said(capsys, "status", path.name, *runs.flags).split())
+
+
+def test_a_folder_of_runs_that_another_person_has_closed_is_told(
+    runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs.add(1, entered=False)
+    close(runs.runs_dir, monkeypatch)
+    assert main(["runs", *runs.flags]) == 0
+    assert f"set aside: {runs.runs_dir}: Permission denied" in " ".join(capsys.readouterr().err.split())

@@ -120,7 +120,7 @@ class RunLocator:
         """Finds a run by its id, any part of it, its folder, or `last`."""
         from can_train.runs.status import find_run
 
-        return find_run(self.runs(), name)
+        return find_run(self.runs(), name, self.registry.set_aside)
 
     def find_ended(self, name: str) -> "KnownRun":
         """Finds a run as `find` does; raises RunError where it is queued or trains."""
@@ -151,14 +151,14 @@ class RunLocator:
         from can_train.runs.status import find_runs
 
         # Read once: a search has a name for each of its trials.
-        known = self.runs()
-        return list({run.run_id: run for name in names for run in find_runs(known, name)[1]}.values())
+        known, aside = self.runs(), self.registry.set_aside
+        return list({run.run_id: run for name in names for run in find_runs(known, name, aside)[1]}.values())
 
     def find_any(self, name: str) -> "tuple[str, list[KnownRun]]":
         """Finds a run or a sweep: the name of the sweep, empty for a run, and the runs."""
         from can_train.runs.status import find_runs
 
-        return find_runs(self.runs(), name)
+        return find_runs(self.runs(), name, self.registry.set_aside)
 
     def trust(self, *, trusts_all: bool) -> "CodeTrust":
         """Makes the rule that decides whether the code of a run may run."""

@@ -50,7 +50,7 @@ class PastRuns:
         self.scheduler = scheduler
         self.registry = Registry(state)
         self.known = known_runs(self.registry, runs_dir)
-        self.awaited = [find_run(self.known, name) for name in awaited]
+        self.awaited = [find_run(self.known, name, self.registry.set_aside) for name in awaited]
         self.awaited_ids = {known.run_id for known in self.awaited}
 
     def newest(self, run: ResolvedRun, needed: Prerequisite) -> KnownRun | None:
@@ -91,7 +91,7 @@ def resolve_prerequisites(
     """
     notices, folders, missing = [], {}, []
     if run.training.start_from:
-        start = find_run(past.known, run.training.start_from)
+        start = find_run(past.known, run.training.start_from, past.registry.set_aside)
         if start.folder.result() is None and start.run_id not in past.awaited_ids:
             remedy = f"Finish it first: can-train resume {shlex.quote(str(start.folder.path))}"
             raise RunError(
@@ -173,7 +173,7 @@ def _has_weights(folder: RunFolder) -> bool:
 
 
 def _find_named(name: str, needed: Prerequisite, run: ResolvedRun, request: "RunRequest", past: PastRuns) -> KnownRun:
-    known, line = find_run(past.known, name), _line(needed, run, request)
+    known, line = find_run(past.known, name, past.registry.set_aside), _line(needed, run, request)
     different = misfits(known.folder.config(), run, needed)
     if different:
         raise ConfigError(f"The {_words(needed)} does not fit this run",

@@ -64,6 +64,7 @@ class RunFacts:
     attempts: Sequence[AttemptFacts] = ()
     result: Mapping[str, Any] | None = None  # content of `result.json`; None: the run has not finished
     is_damaged: bool = False  # whether `result.json` exists and cannot be read
+    is_closed: bool = False  # whether another person has closed it to this user
     has_folder: bool = True
     job_alive: bool | None = None  # whether the process that controls its last job runs; None: unknown
     answer: SchedulerAnswer = field(default_factory=SchedulerAnswer)
@@ -348,6 +349,11 @@ def infer_run_state(facts: RunFacts) -> RunState:
     if row is not None:
         return _state_in_queue(row, facts)
     state = _state_after_queue(facts)
+    if facts.is_closed and not state.live:
+        closed = f"{facts.run.path}/result.json cannot be read"
+        if facts.attempts:
+            return replace(state, sentence="; ".join(filter(None, [state.sentence, closed])))
+        return RunState(FAILED, f"{closed}, and with it how it ended", certain=False)
     if not facts.has_folder and not state.live:
         # The folder was deleted or moved: only SLURM can know how the run ended.
         rows = [final for job in slurm_jobs(facts) if (final := _final_row(job, facts)) is not None]

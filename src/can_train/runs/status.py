@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, Final
 
 from can_train.errors import RunError, near_or_newest
 from can_train.io import records
 from can_train.io.index import without_collections
-from can_train.io.records import JobId
+from can_train.io.records import JobId, SetAside
 from can_train.runs.registry import JobRecord, Registry, RunRecord
 from can_train.runs.run_folder import (
     CONFIG,
@@ -224,11 +225,12 @@ def _is_own(job: JobId, record: JobRecord, scheduler: Scheduler, *, otherwise: b
 def _facts_on_disk(known: KnownRun, registry: Registry) -> RunFacts:
     """Collects the facts from the files and from the processes of this machine."""
     folder, jobs = known.folder, registry.jobs(known.run_id)
-    is_damaged = False
+    is_damaged = is_closed = False
     try:
         result = folder.result()
-    except (RunError, OSError):
-        result, is_damaged = None, True
+    except (RunError, OSError) as error:
+        is_closed = isinstance(error.__cause__, PermissionError)
+        result, is_damaged = None, not is_closed
     # A finished run needs no log, which takes long to read.
     last = jobs[-1] if jobs and result is None else None
     is_seen = last and last.executor != "slurm" and last.host == records.this_host() and last.job_id.isdecimal()
@@ -243,7 +245,7 @@ def _facts_on_disk(known: KnownRun, registry: Registry) -> RunFacts:
         attempts[-1] = replace(attempts[-1], alive=alive, waits_for=folder.attempts.waits_for(start.attempt))
     return RunFacts(
         run=known.record, jobs=jobs, cancels=registry.cancels(known.run_id), attempts=attempts, result=result,
-        is_damaged=is_damaged, has_folder=records.is_folder(folder.path),
+        is_damaged=is_damaged, is_closed=is_closed, has_folder=records.is_folder(folder.path),
         job_alive=records.is_running(int(last.job_id), last.time) if last and is_seen else None,
         log_tail=read_tail(log_path(last, known)) if last and last.log_path else "",
     )  # fmt: skip
@@ -281,20 +283,26 @@ def read_tail(log: Path) -> str:
 @without_collections()
 def known_runs(registry: Registry, runs_dir: Path) -> list[KnownRun]:
     """Lists the runs of the registry and the unregistered runs in `runs_dir`, the newest first. Folders whose name is
-    no run id (`is_run_id`) are left out.
+    no run id (`is_run_id`) are left out; `registry.set_aside` gets those of runs that cannot be read.
 
     Raises:
         StateError: The registry cannot be read.
     """
     registered = {record.run_id: record for record in registry.runs() if is_run_id(record.run_id)}
-    names = set(_names_in(runs_dir))
+    names = set(_names_in(runs_dir, registry.set_aside))
     real = os.path.realpath(runs_dir)
     runs = list[KnownRun]()
     for name in names - registered.keys():
-        # A folder that cannot be read is left out, as is a folder that is deleted meanwhile.
-        with suppress(OSError):
-            if is_run_id(name) and (runs_dir / name / CONFIG).is_file():
+        try:
+            if is_run_id(name) and S_ISREG((runs_dir / name / CONFIG).stat().st_mode):
                 runs.append(_unregistered(runs_dir / name))
+        except (FileNotFoundError, NotADirectoryError):
+            # No run, or one that is deleted meanwhile.
+            continue
+        except OSError as error:
+            # Another person's. Without a time in its name it need not be a run.
+            if split_run_id(name)[0] is not None:
+                registry.set_aside.append(SetAside(runs_dir / name, error.strerror or str(error)))
     for run_id, record in registered.items():
         path = record.path
         # A person may move the folder of runs and give the new path: the registry has the old path.
@@ -308,25 +316,30 @@ def known_runs(registry: Registry, runs_dir: Path) -> list[KnownRun]:
 def misnamed_runs(runs_dir: Path) -> list[str]:
     """Lists the folders that contain a configuration, but whose name is no run id."""
     return sorted(
-        name for name in _names_in(runs_dir) if not is_run_id(name) and records.is_file(runs_dir / name / CONFIG)
+        name for name in _names_in(runs_dir, []) if not is_run_id(name) and records.is_file(runs_dir / name / CONFIG)
     )
 
 
-def _names_in(folder: Path) -> list[str]:
-    with suppress(OSError):
+def _names_in(folder: Path, aside: list[SetAside]) -> list[str]:
+    try:
         return os.listdir(folder)  # noqa: PTH208 - making twenty thousand paths costs more than all else
+    except PermissionError as error:
+        aside.append(SetAside(folder, error.strerror))
+    except OSError:
+        pass
     return []
 
 
-def find_run(runs: Sequence[KnownRun], name: str) -> KnownRun:
+def find_run(runs: Sequence[KnownRun], name: str, set_aside: Sequence[SetAside] = ()) -> KnownRun:
     """Finds a run by its id, a unique part of its id, its folder or a file in its folder; `last` is the newest run.
 
     Args:
         runs: All runs, the newest first.
         name: Name of the run on the command line.
+        set_aside: What could not be read of the registry and of the folder of runs (`Registry.set_aside`).
 
     Raises:
-        RunError: No run or several runs have this name; the message lists some.
+        RunError: No run or several runs have this name; the message lists some. Or the run cannot be read.
     """
     if name == LAST and runs:
         return runs[0]
@@ -345,6 +358,9 @@ def find_run(runs: Sequence[KnownRun], name: str) -> KnownRun:
         raise RunError(f"{len(matching)} runs match this name", value=repr(name),
                        remedy=f"The newest of them:{_listed(known.run_id for known in matching)}\n"
                               "Give a part of a name that a single run has")  # fmt: skip
+    if (closed := _closed_run(name, set_aside)) is not None:
+        raise RunError("The run cannot be read", value=f"{closed.shown}: {closed.reason}",
+                       remedy="Ask its owner for the right to read it, or name another run")  # fmt: skip
     remedy = "There are no runs yet; --runs-dir and --state-dir name other folders"
     if runs:
         sweeps = (known.record.sweep for known in runs if known.record.sweep)
@@ -352,7 +368,7 @@ def find_run(runs: Sequence[KnownRun], name: str) -> KnownRun:
     raise RunError("There is no such run", value=repr(name), remedy=remedy)
 
 
-def find_runs(runs: Sequence[KnownRun], name: str) -> tuple[str, list[KnownRun]]:
+def find_runs(runs: Sequence[KnownRun], name: str, set_aside: Sequence[SetAside] = ()) -> tuple[str, list[KnownRun]]:
     """Finds a run as `find_run` does, or all runs of a sweep or search by its name or a part that no other name has.
 
     Returns:
@@ -364,15 +380,21 @@ def find_runs(runs: Sequence[KnownRun], name: str) -> tuple[str, list[KnownRun]]
     sweeps = dict.fromkeys(known.record.sweep for known in runs if known.record.sweep and name in known.record.sweep)
     if name not in sweeps:
         try:
-            return "", [find_run(runs, name)]
+            return "", [find_run(runs, name, set_aside)]
         except RunError as error:
-            if not name or not sweeps or os.sep in name or any(may_be_called(known.run_id, name) for known in runs):
+            is_run = any(may_be_called(known.run_id, name) for known in runs) or _closed_run(name, set_aside)
+            if not name or not sweeps or os.sep in name or is_run:
                 raise
             try:
                 name = find_sweep(name, sweeps)
             except RunError as of_sweeps:
                 raise of_sweeps from error
     return name, [known for known in reversed(runs) if known.record.sweep == name]
+
+
+def _closed_run(name: str, set_aside: Sequence[SetAside]) -> SetAside | None:
+    named = (each for each in set_aside if name and may_be_called(each.path.name, name))
+    return next((each for each in named if split_run_id(each.path.name)[0] is not None), None)
 
 
 def find_sweep(name: str, sweeps: Iterable[str]) -> str:

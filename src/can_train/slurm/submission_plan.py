@@ -374,7 +374,7 @@ def plan_submission(  # noqa: PLR0913 - the runs, their code, and what is known 
     """
     registry = Registry(state_dir(runs[0].paths))
     known = known_runs(registry, runs[0].runs_dir)
-    parents = [find_run(known, name) for name in after]
+    parents = [find_run(known, name, registry.set_aside) for name in after]
     candidates, notices, checked = [], [], list[ClusterSettings]()
     for index, run in enumerate(runs):
         ready, run_notices = complete(run, partitions, on_host[index] if on_host else 0)

@@ -37,6 +37,7 @@ from can_train.errors import (
 from can_train.fit.packing import MicroBatchLimit
 from can_train.fit.pass_state import load_weights
 from can_train.fit.precision import Precision, tf32
+from can_train.io.records import is_file
 from can_train.memory.meters import device_name, open_meter
 from can_train.reporter import Reporter, SilentReporter
 from can_train.runs.registry import Registry
@@ -192,14 +193,15 @@ def load(  # noqa: PLR0913 - a person gives few of them
     check_flags(trust_code=trust_code)
     state = state_folder(None if state_dir is None else Path(state_dir))
     # A folder needs no list of runs.
-    runs = [] if (Path(run) / CONFIG).is_file() else known_runs(Registry(state), Path(runs_dir))
+    registry = Registry(state)
+    runs = [] if is_file(Path(run) / CONFIG) else known_runs(registry, Path(runs_dir))
     paths = PathSettings(data_root=str(data_root or ""), state_dir=str(state_dir or ""))
     trust = CodeTrust(state=state, trusts_all=trust_code)
     options = LoadOptions(device=device, weights=weights, paths=paths, trust=trust)
     try:
-        path = find_run(runs, os.fspath(run)).folder.path
+        path = find_run(runs, os.fspath(run), registry.set_aside).folder.path
     except RunError as error:
-        if not runs:
+        if not runs and not registry.set_aside:
             error.remedy = "There are no runs yet; runs_dir=... and state_dir=... name other folders"
         raise
     try:
