@@ -324,7 +324,7 @@ def _names_in(folder: Path, aside: list[SetAside]) -> list[str]:
     try:
         return os.listdir(folder)  # noqa: PTH208 - making twenty thousand paths costs more than all else
     except PermissionError as error:
-        aside.append(SetAside(folder, error.strerror))
+        aside.append(SetAside(folder, error.strerror or str(error)))
     except OSError:
         pass
     return []
