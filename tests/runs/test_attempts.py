@@ -1,3 +1,5 @@
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from can_train.errors import (
     OutOfMemoryDetails,
     RankGoneError,
 )
+from can_train.io import records
 from can_train.runs.attempts import TERMINATED, WARNED, Attempts, SlurmContext, StopRequests
 from fakes.run_facts import CLUSTER, slurm_job
 
@@ -173,3 +176,21 @@ def test_only_what_can_train_put_back_is_counted_and_only_of_the_job(tmp_path: P
 )
 def test_where_a_process_stands_is_read_off_its_variables(environment: dict[str, str], place: SlurmContext) -> None:
     assert SlurmContext.from_environment(environment) == place
+
+
+def test_an_attempt_that_cannot_begin_leaves_the_record_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = SlurmContext()
+    before = end_with(tmp_path, ConfigError("A rule", value="x", remedy="Mend it"), outside).end(1)
+
+    def fill(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with monkeypatch.context() as full:
+        # Space is freed before the end would be written.
+        full.setattr(records, "write_new_atomic", fill)
+        with pytest.raises(OSError, match=r"0002-began\.json"), Attempts(tmp_path, outside).recorded(StopRequests()):
+            raise AssertionError
+    attempts = Attempts(tmp_path, outside)
+    assert (attempts.end(1), attempts.end(2)) == (before, None)

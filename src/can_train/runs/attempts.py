@@ -306,13 +306,18 @@ class Attempts:
                 raise error from None
             raise
         finally:
-            with stops.deferred():
-                ending, message, details = _describe_end(error)
-                if not any((self._folder.parent / CHECKPOINTS).glob("*.pt")):
-                    message = message or _UNSAVED.get(ending, "")
-                # On a full disk, or in a folder that is gone, the error that ended the attempt must not be hidden.
-                with nullcontext() if error is None else suppress(OSError):
-                    self.record_end(ending, message, details, rank=self._context.rank)
+            # Where the attempt could not begin, the last one is an earlier process's.
+            if self._current is not None or self._context.rank:
+                with stops.deferred():
+                    self._record(error)
+
+    def _record(self, error: BaseException | None) -> None:
+        ending, message, details = _describe_end(error)
+        if not any((self._folder.parent / CHECKPOINTS).glob("*.pt")):
+            message = message or _UNSAVED.get(ending, "")
+        # On a full disk, or in a folder that is gone, the error that ended the attempt must not be hidden.
+        with nullcontext() if error is None else suppress(OSError):
+            self.record_end(ending, message, details, rank=self._context.rank)
 
     def record_end(self, ending: str, message: str, details: Mapping[str, Any], *, rank: int | None = None) -> None:
         """Records the end of this job's attempt. `rank` is None for a record that is made after the job."""
