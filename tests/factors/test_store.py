@@ -1,5 +1,7 @@
 import doctest
+import errno
 import json
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +14,8 @@ from hypothesis import strategies as st
 
 from can_train.errors import ConfigError, StateError
 from can_train.factors import store as store_module
-from can_train.factors.observations import Observation, write_record
+from can_train.factors.observations import Observation, read_records, write_record
+from can_train.factors.observing import write_observation
 from can_train.factors.policies import Decision, FactorPoint, MomentumPolicy
 from can_train.factors.store import experience_factor, get_safety_factor_db
 from can_train.factors.summary import history_of, summarize
@@ -420,3 +423,22 @@ def test_the_examples_in_the_docstring_hold() -> None:
 
 def test_adjustments_multiply() -> None:
     assert experience_factor(0.5, "base", [(0.5, "half"), (0.8, "more")])[0] == 0.2
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.EPERM, "have the owner of the file delete it"), (errno.EACCES, "make this one writ")]
+)
+def test_a_run_teaches_also_where_the_export_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    def refuse(path: Path, value: object) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(store_module, "write_json_atomic", refuse)
+    notices: list[str] = []
+    store = get_safety_factor_db(tmp_path)
+    assert write_observation(store, lambda end_time: observation(1), notices.append)
+    assert len(read_records(tmp_path).finished) == 1
+    (notice,) = notices
+    assert notice.startswith("What this run taught is recorded, but batch_size_factors.json is out of date. ")
+    assert remedy in notice

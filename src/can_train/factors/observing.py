@@ -162,12 +162,16 @@ def write_observation(store: FactorStore, make: Callable[[str], Observation], no
     """Writes the observation that `make` returns for its end time, and renews the export.
 
     Returns:
-        Whether it was written: a failure to write, of which `notice` is given a sentence, never stops a training.
+        Whether the observation was written: a failure to write it, or the export, of which `notice` is given a
+        sentence, never stops a training.
     """
     try:
         write_record(store.state, make(next_time(store.state)))
-        store.refresh_export()
     except (StateError, ValueError) as error:
         notice(f"This run teaches nothing. {error}")
         return False
+    try:
+        store.refresh_export()
+    except StateError as error:
+        notice(f"What this run taught is recorded, but {store.db_path.name} is out of date. {error}")
     return True

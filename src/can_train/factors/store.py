@@ -2,6 +2,7 @@
 decisions. It stores nothing else; the export is remade from those files. A run calls `factor_rule`.
 """
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -245,11 +246,12 @@ class FactorStore:
         try:
             write_json_atomic(self.db_path, export)
         except (OSError, ValueError) as error:
-            raise StateError(
-                "The export of learned factors cannot be written",
-                value=f"{self.db_path}: {error}",
-                remedy="Choose another state folder with --state-dir, or make this one writable",
-            ) from error
+            remedy = "Choose another state folder with --state-dir, or make this one writable"
+            # In a sticky folder (/tmp), the file of another person cannot be replaced.
+            if isinstance(error, OSError) and error.errno == errno.EPERM:
+                remedy = "Choose another state folder with --state-dir, or have the owner of the file delete it"
+            value = f"{self.db_path}: {getattr(error, 'strerror', None) or error}"
+            raise StateError("The export of learned factors cannot be written", value=value, remedy=remedy) from error
 
     def _write_each(self, kind: Literal["reset", "pin", "unpin"], device: str | None, **fields: Any) -> Path:
         """Writes an event for each kind of device that a name means; returns the last event's file."""
