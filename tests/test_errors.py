@@ -26,7 +26,7 @@ from can_train.errors import (
     with_command_name,
 )
 from can_train.fit.collate import Column
-from can_train.io.records import write_text_atomic
+from can_train.io.records import unusable, write_text_atomic
 from can_train.reporter import wrapped
 from fakes.finished_runs import Shelf
 from guards.sources import TASKS, Source, package_sources, parse
@@ -140,6 +140,16 @@ def test_a_disk_that_fails_is_said_in_words(number: int) -> None:
     error = from_os_error(OSError(number, os.strerror(number), "runs/x"))
     assert error is not None
     assert "does not answer as it should: runs/x: " in str(error)
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.ENOSPC, "Free some space."), (errno.EDQUOT, "Free some space."),
+     (errno.EIO, "Check the disk or the connection."), (errno.EACCES, "make this one readable and writable.")],
+)  # fmt: skip
+def test_the_remedy_for_a_state_folder_is_that_of_the_error(number: int, remedy: str) -> None:
+    error = unusable("written", Path("state"), OSError(number, os.strerror(number)))
+    assert str(error).splitlines()[1].endswith(remedy)
 
 
 TOLD_ELSEWHERE = {"SettingError", "ArgumentError", "TaskError", "UntrustedCodeError"}

@@ -383,6 +383,16 @@ def from_os_error(error: OSError) -> StateError | None:
     return StateError(rule, value=": ".join(filter(None, (path, error.strerror))), remedy=remedy)
 
 
+def remedy_for(error: Exception, otherwise: str) -> str:
+    """Returns the remedy for a full disk or a failing file system, which is the same wherever it is noticed; of another
+    error, `otherwise`.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    same = (remedy for numbers, (_, remedy) in _REMEDIES.items() if {errno.ENOSPC, errno.EIO} & {*numbers}
+            and number in numbers)  # fmt: skip
+    return next(same, otherwise)
+
+
 def from_import_error(error: ImportError | OSError) -> ConfigError | None:
     """Makes the error to show where PyTorch cannot be imported; None: the import of another package failed."""
     is_missing = isinstance(error, ImportError) and error.name == "torch"

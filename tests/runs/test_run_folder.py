@@ -35,7 +35,7 @@ def test_a_folder_that_cannot_be_written_to_the_end_leaves_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(records, "write_json_atomic", fail)
-    with pytest.raises(RunError, match="No space left on device"):
+    with pytest.raises(RunError, match=r"No space left on device\.\nFree some space"):
         RunFolder.create(tmp_path, "key", {})
     assert not [*tmp_path.iterdir()]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from can_train.config.resolved import ResolvedRun, plain_settings, state_dir, state_folder
-from can_train.errors import ArgumentError, ConfigError, StateError, check_kinds, shown
+from can_train.errors import ArgumentError, ConfigError, StateError, check_kinds, remedy_for, shown
 from can_train.factors import observations
 from can_train.factors.exchange import make_export, read_import
 from can_train.factors.observations import ALLOCATOR, ActiveEvents, Event, Observation, Records, read_records
@@ -246,7 +246,7 @@ class FactorStore:
         try:
             write_json_atomic(self.db_path, export)
         except (OSError, ValueError) as error:
-            remedy = "Choose another state folder with --state-dir, or make this one writable"
+            remedy = remedy_for(error, "Choose another state folder with --state-dir, or make this one writable")
             # In a sticky folder (/tmp), the file of another person cannot be replaced.
             if isinstance(error, OSError) and error.errno == errno.EPERM:
                 remedy = "Choose another state folder with --state-dir, or have the owner of the file delete it"

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, TextIO, TypeV
 
 import msgspec
 
-from can_train.errors import RunError, StateError
+from can_train.errors import RunError, StateError, remedy_for
 
 if TYPE_CHECKING:
     import psutil
@@ -549,7 +549,7 @@ def read_documents(
 def unusable(verb: str, path: Path, error: Exception) -> StateError:
     """Makes the error for a state folder that cannot be read or written."""
     value = f"{os.fsencode(path).decode(errors='replace')}: {error}"
-    remedy = "Choose another state folder with --state-dir, or make this one readable and writable"
+    remedy = remedy_for(error, "Choose another state folder with --state-dir, or make this one readable and writable")
     return StateError(f"The state folder cannot be {verb}", value=value, remedy=remedy)
 
 

@@ -27,7 +27,7 @@ from typing import Any, Final, TextIO
 import msgspec
 
 from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yaml, state_dir, state_folder
-from can_train.errors import EarlierAttemptError, RunError, StateError
+from can_train.errors import EarlierAttemptError, RunError, StateError, remedy_for
 from can_train.io import records
 from can_train.io.records import AttemptStart, is_file, is_folder, utc_now
 from can_train.reporter import Reporter
@@ -135,7 +135,8 @@ class RunFolder:
             is_taken = isinstance(error, FileExistsError)
             if not is_taken:
                 shutil.rmtree(self.path, ignore_errors=True)
-            remedy = "Give the same line again" if is_taken else "Give another place with --runs-dir"
+            remedy = remedy_for(error, "Give another place with --runs-dir")
+            remedy = "Give the same line again" if is_taken else remedy
             raise RunError("The run folder cannot be written", value=f"{self.path}: {error.strerror}",
                            remedy=remedy) from error  # fmt: skip
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from can_train.config.resolved import ResolvedRun
 from can_train.config.settings import is_code
 from can_train.config.task_settings import load_object, package_folders
-from can_train.errors import ConfigError, RunError
+from can_train.errors import ConfigError, RunError, remedy_for
 from can_train.io import records
 from can_train.io.units import size_text
 
@@ -187,7 +187,7 @@ def describe(code: Code, state_dir: Path, run_path: Path) -> None:
             records.write_text_atomic(run_path / "code.diff", code.difference)
     except OSError as error:
         raise RunError("The run folder cannot be written", value=f"{run_path}: {error.strerror}",
-                       remedy="Give another place with --runs-dir") from error  # fmt: skip
+                       remedy=remedy_for(error, "Give another place with --runs-dir")) from error  # fmt: skip
 
 
 def code_of(run_path: Path) -> Path:

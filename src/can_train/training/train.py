@@ -23,7 +23,15 @@ from torch import Tensor, nn
 
 from can_train.config.compose import changed_settings
 from can_train.config.resolved import ResolvedRun, cache_folder, state_dir
-from can_train.errors import CanTrainError, DoesNotFitError, FailedRunError, StateError, Stopped, errors_of_steps
+from can_train.errors import (
+    CanTrainError,
+    DoesNotFitError,
+    FailedRunError,
+    StateError,
+    Stopped,
+    errors_of_steps,
+    remedy_for,
+)
 from can_train.factors.store import factor_rule
 from can_train.fit.batch_dependence import BatchDependence
 from can_train.fit.compiled import compiler_limits
@@ -198,11 +206,11 @@ def _with_state(run: ResolvedRun, reporter: Reporter, ranks: Ranks) -> Reporter:
         check_writable(folder)
     except OSError as error:
         if ranks.is_first:
+            remedy = remedy_for(error, "Choose another folder with --state-dir, or make this one writable")
             data = ", and its prepared data are not kept" if folder in cache_folder(run.paths).parents else ""
             reporter.notice(
                 f"The state folder {folder} cannot be written: {error.strerror}. This run teaches later ones nothing, "
-                f"`can-train runs` does not list it{data}. Choose another folder with --state-dir, or make this one "
-                "writable."
+                f"`can-train runs` does not list it{data}. {remedy}."
             )
         return DemotingReporter(reporter, folder)
     return reporter
