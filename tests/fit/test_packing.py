@@ -380,13 +380,13 @@ def test_a_batch_that_fits_without_earlier_gradients_is_whole_and_others_are_cut
     batch: BatchCosts, limit: int, gradients: int, share: float
 ) -> None:
     beside = SplitRules(safe_limit=share * limit, tuned_limit=limit)
-    found = sizes(replace(beside, gradient_bytes=gradients), batch)
+    found = sizes(replace(beside, gradient_cost=gradients), batch)
     fits = batch.total <= share * (limit + gradients) * (1 + ROUNDING)
     assert found == ((len(batch),) if fits else sizes(beside, batch))
 
 
 def test_a_size_that_was_given_or_is_faster_is_not_exceeded() -> None:
-    rules = SplitRules(safe_limit=8, tuned_limit=8, gradient_bytes=4)
+    rules = SplitRules(safe_limit=8, tuned_limit=8, gradient_cost=4)
     assert sizes(rules) == (10,)
     for chosen in (
         replace(rules, samples=5),

@@ -361,7 +361,7 @@ def test_two_steps_in_a_row_in_which_the_allocator_was_too_full_make_micro_batch
     meter = CountedRetries(full_steps)
     model = nn.Linear(1, 1)
     batcher = MicroBatcher(model, meter=meter)
-    batcher.rules = SplitRules(gradient_bytes=gradients)
+    batcher.rules = SplitRules(gradient_cost=gradients)
     for step in range(1, 5):
         result = batcher.run(lambda start, stop: {"loss": (model(torch.ones(stop - start, 1)).sum(), stop - start)}, 20)
         meter.step = step
@@ -449,7 +449,7 @@ def test_parts_keep_to_what_others_leave_for_as_long_as_they_are_there() -> None
 
 def test_a_batch_that_did_not_fit_at_once_is_computed_in_parts_until_a_quiet_stretch_has_passed() -> None:
     gpu = tuned_gpu()
-    gpu.batcher.rules = SplitRules(safe_limit=150 * MIB, tuned_limit=150 * MIB, gradient_bytes=20 * MIB)
+    gpu.batcher.rules = SplitRules(safe_limit=150 * MIB, tuned_limit=150 * MIB, gradient_cost=20 * MIB)
     gpu.cost = BatchCosts.of_samples([6 * MIB] * 28)
     assert gpu.step() == (28,)
     gpu.model.more_bytes = 40 * MIB

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from can_train.cli.main import main
 from can_train.config.resolved import plain_from_yaml
 from fakes.bitwise import assert_same, final_state, losses
 from fakes.killed_runs import TIMEOUT_S, finish, finish_killed, only_run
@@ -107,3 +108,45 @@ def test_a_module_travels_as_its_package(tmp_path: Path, monkeypatch: pytest.Mon
     config = plain_from_yaml((only_run(tmp_path) / "config.yaml").read_text())
     assert sorted(path.name for path in Path(config["paths"]["code_dir"]).iterdir()) == ["package"]
     assert json.loads((only_run(tmp_path) / "result.json").read_text())["status"] == "finished"
+
+
+WIDE = """
+import torch
+from torch import nn
+import can_train
+
+
+class MyTask(can_train.Task):
+    def datasets(self):
+        generator = torch.Generator().manual_seed(0)
+        make = lambda: (torch.randn(1024, generator=generator), torch.randn(8, generator=generator))
+        return {"train": [make() for _ in range(128)], "validation": [make()]}
+
+    def model(self):
+        layers = [layer for _ in range(8) for layer in (nn.Linear(1024, 1024), nn.GELU())]
+        return nn.Sequential(*layers, nn.Linear(1024, 8))
+
+    def loss(self, model, batch):
+        x, y = batch
+        return {"error": ((model(x) - y).square().mean(1).sum(), len(x))}
+"""
+
+
+def test_a_batch_fits_at_once_where_no_sample_fits_beside_the_gradients_of_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = write_task(tmp_path / "mine", WIDE)
+    # Weights and their gradients take 32 MiB each, the optimizer's state 64; a batch in parts has gradients twice.
+    line = ("--task", f"{task}:MyTask", "--device", "sim:160MiB", "--epochs", "1", "--batch-size", "64")
+    finish(tmp_path / "runs", tmp_path / "state", *line)
+    result = json.loads((only_run(tmp_path / "runs") / "result.json").read_text())
+    assert (result["plan"]["rung"], result["ooms_rescued"]) == (
+        result["plan"]["rung"] | {"offload_optimizer": False},
+        0,
+    )
+    assert result["plan"]["plan"]["most_parts"] == 1
+    assert result["predicted_peak_bytes"] == pytest.approx(result["peak_memory_bytes"], rel=0.01)
+    assert main((*line, "--dry-run", "--state-dir", str(tmp_path / "other"))) == 0
+    planned = capsys.readouterr().out
+    assert "A step is computed at once, in one micro-batch." in planned
+    assert "waits on the host" not in planned

@@ -391,7 +391,12 @@ class DeviceLimits:
 
     def beside_gradients(self, rules: SplitRules) -> SplitRules:
         """Returns rules for these limits, which hold beside the gradients of a step's earlier micro-batches."""
-        return replace(rules, gradient_bytes=float(self.gradient_bytes))
+        return replace(rules, gradient_cost=self.gradient_bytes / self.training.measured_ratio)
+
+    def alone(self) -> DeviceLimits:
+        """Returns the limits of steps that are a single micro-batch, so that no gradients are there before it."""
+        training = self.training.beside(-self.gradient_bytes, predicted_room(self.capacity_bytes))
+        return replace(self, training=training, gradient_bytes=0)
 
     def peak_interval(self, peak_bytes: float, cost: float) -> tuple[float, float]:
         """Returns the interval around a predicted peak, of steps whose costliest micro-batch has some cost."""

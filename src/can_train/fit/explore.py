@@ -530,6 +530,7 @@ class Explorer:
     epoch_share: float = SEARCH_SHARE  # The share of an epoch with every sample that it may take where that is more
     record: Record | None = None  # Measures a batch on a device that is not at hand; None: probes alone predict it
     rung: Rung = SPLIT_ALONE  # That steps are computed on
+    alone: bool = False  # Whether each step is a single micro-batch, so that no gradients are there before it
     shards: Shards | None = None  # The model's shards on the ranks of a run; None: each rank has the whole model
     on_refused: Callable[[str], object] = lambda reason: None  # Called where a trial does not confirm recorded lines
     # By rung, the most bytes of saved tensors of a batch that left for the host, and the rows of the batch.
@@ -600,7 +601,7 @@ class Explorer:
             training=training,
             evaluation=evaluation,
             optimizer_peak_bytes=optimizer_peak,
-            gradient_bytes=optimizer.parameter_bytes,
+            gradient_bytes=0 if self.alone else optimizer.parameter_bytes,
         )
 
     def record_lines(self, fit: Callable[[Workload], RecordedLine]) -> RecordedPhase:
@@ -887,7 +888,7 @@ class Explorer:
         state = allocate_ballast(missing, optimizer.tensor_bytes, self.meter.device, stays=True)
         with CatchOutOfMemory():
             if state is not None:
-                gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
+                gradients = [] if self.alone else [torch.zeros_like(parameter) for parameter in self._parameters]
                 work = self._work(self._train_step, [*state, *gradients, *buffer_copies])
                 return optimizer, [*state, *buffer_copies], replace(work, gradient_bytes=optimizer.parameter_bytes)
         foreign_bytes = self.meter.foreign_bytes()

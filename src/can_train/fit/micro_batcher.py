@@ -719,7 +719,7 @@ class MicroBatcher:
         self._largest_planned = max(self._largest_planned, min(limit.cost, costs.cost(0, len(costs))))
         self._last_largest_cost = totals.largest_cost
         # Two halves take more memory where the gradients of the first take more than half of the batch.
-        self._takes_least = len(totals.sizes) == 1 and 2 * self.rules.gradient_bytes >= totals.largest_cost
+        self._takes_least = len(totals.sizes) == 1 and 2 * self.rules.gradient_cost >= totals.largest_cost
         return totals.result(ooms - ooms_before)
 
     def _rounds(

@@ -300,7 +300,7 @@ class MicroBatchLimit:
     """The limit of one micro-batch."""
 
     cost: float = math.inf  # Bytes above base
-    # Bytes that the only micro-batch of a batch may cost more: there are no gradients of earlier ones beside it
+    # What the only micro-batch of a batch may cost more: there are no gradients of earlier ones beside it
     alone: float = 0.0
     samples: int = 0  # Largest number of samples; 0: any
     floor: int = 1  # Smallest number of samples that a batch is cut into, costly or not
@@ -423,7 +423,8 @@ class SplitRules:
 
     safe_limit: float = math.inf  # Largest cost of one micro-batch; infinite without a search
     tuned_limit: float = math.inf  # Cost that was tried and fits; infinite without a search
-    gradient_bytes: float = 0.0  # Gradients of a step's earlier micro-batches, beside which the limits hold
+    # Gradients of a step's earlier micro-batches, beside which the limits hold, as the cost that takes as much
+    gradient_cost: float = 0.0
     fastest: float = math.inf  # Largest cost of a micro-batch where smaller ones are faster; infinite: they are not
     samples: int = 0  # Largest micro-batch in samples (a fixed one, or a loader batch); 0: any
     floor: int = 1  # Smallest micro-batch in samples
@@ -460,15 +461,15 @@ class SplitRules:
 
     @property
     def safe_alone(self) -> float:
-        """Bytes that the only micro-batch of a step may cost beyond the safe limit."""
-        return self.gradient_bytes * min(self.safe_limit / max(self.tuned_limit, 1.0), 1.0)
+        """The cost that the only micro-batch of a step may have beyond the safe limit."""
+        return self.gradient_cost * min(self.safe_limit / max(self.tuned_limit, 1.0), 1.0)
 
     def is_alone(self, batch: BatchCosts) -> bool:
         """Whether a batch that exceeds the safe limit fits at once, since no gradients are there before it."""
         # The user's own options decide how batches are cut, and a size that is faster does.
         is_free = self.splits == 1 and not self.samples and self.target == self.fastest == math.inf
         most = (self.safe_limit + self.safe_alone) * (1 + ROUNDING)
-        return is_free and self.gradient_bytes > 0 and self.safe_limit * (1 + ROUNDING) < batch.total <= most
+        return is_free and self.gradient_cost > 0 and self.safe_limit * (1 + ROUNDING) < batch.total <= most
 
 
 def _cost_around(batch: BatchCosts, limit: MicroBatchLimit, parts: int) -> tuple[float, float]:

@@ -73,6 +73,7 @@ _FILLED: Final = 0.9
 _VALIDATION_MUST_FIT: Final = "Every validation sample must fit on the device by itself"
 _TEST_MUST_FIT: Final = "Every test sample must fit on the device by itself"
 _LESS: Final = 0.6  # Share of the room that is tried where more did not fit
+_DECIDES: Final = 0.02  # Share of the device below which gradients do not decide what fits
 _PASSES: Final = 3.0  # Time of a step in units of its forward pass
 
 
@@ -175,7 +176,8 @@ class Planner:
     @property
     def _recorded(self) -> RecordedPhase | None:
         """The phase's recorded lines, which are of the first rung."""
-        return self.recording.phases.get(self.phase.name) if self.explorer.rung == self.rungs[0] else None
+        is_recorded = self.explorer.rung == self.rungs[0] and not self.explorer.alone
+        return self.recording.phases.get(self.phase.name) if is_recorded else None
 
     @cached_property
     def batch_dependence(self) -> BatchDependence:
@@ -304,7 +306,7 @@ class Planner:
             self.explorer.rung = rung = left.pop(0)
             try:
                 self._check_host(rung)
-                made = plan()
+                made = self._in_parts_or_alone(plan)
             except DoesNotFitError as error:
                 # The frames of its traceback hold tensors, which the next rung has no room for.
                 error.__traceback__ = error.__context__ = None
@@ -323,6 +325,36 @@ class Planner:
                 made = self._with_fewest_modules(made, plan)
             return replace(self._with_effect(made), rung_is_asked=self._rung_is_asked)
         raise on_no_rung(failures)
+
+    def _in_parts_or_alone(self, plan: Callable[[], RunPlan]) -> RunPlan:
+        """Plans on the rung in force; where no sample fits beside the gradients of earlier micro-batches, without
+        these, if then no batch is split.
+        """
+        explorer = self.explorer
+        explorer.alone = False
+        try:
+            return plan()
+        except DoesNotFitError as error:
+            if not self._may_be_alone or error.rule.startswith((MODEL_MUST_FIT, _VALIDATION_MUST_FIT)):
+                raise
+            # The frames of its traceback hold tensors, which the next trial has no room for.
+            error.__traceback__ = error.__context__ = None
+            in_parts = error
+        self.meter.release()
+        explorer.alone = True
+        with suppress(DoesNotFitError):
+            made = plan()
+            if made.phase_plan.most_parts == 1:
+                return made
+        explorer.alone = False
+        raise in_parts
+
+    @property
+    def _may_be_alone(self) -> bool:
+        """Whether gradients are large enough to decide whether a batch fits; the user may give the number of parts."""
+        training, rung = self.training, self.explorer.rung
+        is_free = training.splits == 1 and not rung and self.request().mode != "max"
+        return is_free and self.explorer.optimizer_memory().parameter_bytes >= _DECIDES * self.meter.capacity_bytes
 
     def _without_recomputation(self, error: Exception, left: Sequence[Rung]) -> list[Rung]:
         """Returns the rungs that are left, without recomputation: some module cannot be computed again."""

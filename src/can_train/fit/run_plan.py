@@ -230,7 +230,7 @@ def price(task: BatchTask, rows: Rows, phase: SearchResult | None) -> BatchCosts
 
 def too_large_notices(plan: PhasePlan, limits: DeviceLimits, training: TrainingSettings) -> list[str]:
     """Warns where the user's options make micro-batches too large."""
-    fits = limits.training.tuned_limit + (limits.gradient_bytes if plan.most_parts == 1 else 0)
+    fits = limits.training.tuned_limit + (plan.rules.gradient_cost if plan.most_parts == 1 else 0)
     if limits.training.capped or plan.largest_cost <= fits * (1 + ROUNDING):
         return []
     need, there = size_text(limits.training.peak_bytes(plan.largest_cost)), size_text(limits.capacity_bytes)

@@ -413,7 +413,7 @@ class _ExploredPhase:
         planner.check()
         self._request = planner.request()
         self._explored: dict[Rung, DeviceLimits | DoesNotFitError] = {}
-        self._shares: dict[Rung, float] = {}  # Allocated ÷ reserved bytes
+        self._shares: dict[tuple[Rung, bool], float] = {}  # Allocated ÷ reserved bytes
         if not planner.explorer.is_on_meta:
             with suppress(DoesNotFitError):
                 self._limits()
@@ -491,6 +491,8 @@ class _ExploredPhase:
         explored = self._explored[rung]
         if isinstance(explored, DoesNotFitError):
             raise explored
+        if self._planner.explorer.alone:
+            return explored.alone()
         return explored if ranks == 1 else self._shared_out(explored, ranks)
 
     def _shared_out(self, limits: DeviceLimits, ranks: int) -> DeviceLimits:
@@ -507,11 +509,12 @@ class _ExploredPhase:
         if explorer.is_on_meta:
             return room
         if training.cost_within(room) > meters.FRAGMENTATION_PROBE_BYTES:
-            if explorer.rung not in self._shares:
+            way = explorer.rung, explorer.alone
+            if way not in self._shares:
                 with explorer.worst_case(training, meters.FRAGMENTATION_PROBE_BYTES) as (run, resident):
                     allocated, reserved = meters.simulate_peak(run, resident)
-                self._shares[explorer.rung] = allocated / max(reserved, 1)
-            return min(room, self._shares[explorer.rung] * capacity_bytes)
+                self._shares[way] = allocated / max(reserved, 1)
+            return min(room, self._shares[way] * capacity_bytes)
         # Pages take a share of a small GPU that depends on its size: the room is searched by halves.
         low, high = _LITTLE_IN_USE * room, room
         for _ in range(_TRIALS):
