@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from can_train.errors import DoesNotFitError
-from can_train.fit.cost_model import CostModel, ProbeFit
+from can_train.fit.cost_model import OUT_OF_TIME, UNWANTED, CostModel, ProbeFit
 from can_train.fit.explore import (
     LATER_ROUNDS,
     PROBE_SHARE,
@@ -182,6 +182,42 @@ def test_slow_probes_of_an_unexplained_law_end_where_larger_ones_would_show_no_m
 
     assert largest(has_time=True) == 2 * SMALLEST_PROBE * ROUNDS[-1]
     assert largest(has_time=False) <= 2 * SMALLEST_PROBE * ROUNDS[3]
+
+
+@pytest.mark.parametrize("wanted", [1, 8, 33])
+def test_probes_are_no_larger_than_the_batches_that_are_wanted_where_weights_hide_the_line(wanted: int) -> None:
+    device = Device(lambda positions: max(500e6, straight(positions)))
+    bounds = ProbeBounds(
+        capacity_bytes=16 * GIB, gradient_bytes=100e6, wanted=lambda model: model.cost(COUNTS[:wanted])
+    )
+    model = fit_by_probes(device, GRAPHS, COUNTS, bounds).model
+    assert max(device.sizes) <= max(2 * wanted, 4 * SMALLEST_PROBE)
+    assert (model.hidden, model.explains) == (UNWANTED, True)
+    assert model.peak_bytes(model.cost(COUNTS[:wanted])) == pytest.approx(500e6, rel=1e-3)
+
+
+def test_probes_that_features_do_not_explain_end_at_a_few_batches_that_are_wanted() -> None:
+    device = Device(partial(uneven, np.ceil(20 * np.random.default_rng(0).lognormal(0, 1, 2_000))))
+    bounds = ProbeBounds(capacity_bytes=16 * GIB, wanted=lambda model: 10 * model.coefficients[0])
+    assert not fit_by_probes(device, (Feature("samples"),), np.ones((2_000, 1)), bounds).model.explains
+    assert 40 <= max(device.sizes) <= 80
+
+
+def test_probes_end_when_their_time_does_and_say_that_no_line_was_seen() -> None:
+    device = Device(lambda positions: max(500e6, straight(positions)))
+    bounds = ProbeBounds(
+        capacity_bytes=16 * GIB, gradient_bytes=100e6, allows=lambda samples: sum(device.sizes) + samples <= 200
+    )
+    model = fit_by_probes(device, GRAPHS, COUNTS, bounds).model
+    assert sum(device.sizes) <= 200
+    assert (model.hidden, model.explains) == (OUT_OF_TIME, False)
+
+
+def test_two_sizes_are_probed_however_long_they_take() -> None:
+    device = Device(straight)
+    bounds = ProbeBounds(capacity_bytes=16 * GIB, allows=lambda samples: False)
+    assert_law_found(fit_by_probes(device, GRAPHS, COUNTS, bounds))
+    assert set(device.sizes) == {SMALLEST_PROBE, 2 * SMALLEST_PROBE}
 
 
 def test_the_largest_probe_is_the_first_reading_of_a_search() -> None:

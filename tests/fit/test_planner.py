@@ -486,6 +486,50 @@ def test_a_search_ends_in_time_and_says_what_it_did_not_try(tmp_path: Path) -> N
     assert not any("not tried" in text for text in [*unlimited.notices, *detail_lines(unlimited)])
 
 
+class Heavy(nn.Sequential):
+    """Has weights whose gradients take more than any batch."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.extra = nn.Parameter(torch.zeros(2**20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        line: Tensor = super().forward(x)
+        return line + 0 * self.extra.sum()
+
+
+class HiddenTask(TimedTask):
+    """Weights hide the memory of its samples."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds, 0.0)
+        self._unit = 8
+
+    def build_model(self) -> nn.Module:
+        return Heavy(*super().build_model())
+
+
+@pytest.mark.parametrize(("batch_size", "is_seen"), [(2, True), (60, False)])
+def test_probes_of_cheap_samples_beside_large_weights_end_in_time(
+    tmp_path: Path, batch_size: int, is_seen: bool
+) -> None:
+    task = HiddenTask(0.1)
+    meter = TimedMeter(task)
+    meter.capacity_bytes = 2**30
+    run = line_run(tmp_path, batch_size=batch_size)
+    planner = Planner(run=run, task=task, model=task.build_model(), meter=meter, reporter=Notices())
+    _ = planner.batch_dependence
+    started, task.asked = task.now, []
+    plan = planner.make(FACTOR)
+    assert task.now - started <= 30
+    assert max(map(len, task.asked)) <= 8 * batch_size
+    told = [notice for notice in plan.notices if "grows with batches was not seen" in notice]
+    assert bool(told) is not is_seen
+    assert plan.room_samples is None
+    shown = "\n".join([*told, *detail_lines(plan)])
+    assert ("was not seen: there was no time for larger batches" in shown) is not is_seen
+
+
 def test_larger_batches_that_take_no_longer_are_tried_in_the_end(tmp_path: Path) -> None:
     unlimited, _ = timed_plan(tmp_path / "a", 0.0, 1.05, capacity_units=800, search_seconds=np.inf)
     plan, _ = timed_plan(tmp_path / "b", 0.0, 1.05, capacity_units=800)

@@ -1070,10 +1070,10 @@ class FrameworkLoop:
         resident = [*model.parameters(), *model.buffers(), state, *gradients]
         work = Workload(run=run, rows=np.arange(len(table)), counts=table, features=features, resident=resident,
                         gradient_bytes=needs.parameter_bytes)  # fmt: skip
-        search = Search(time=SearchTime(clock=self.meter.seconds))
+        search = Search(time=SearchTime(clock=self.meter.seconds), looks_beyond=True)
         training = find_limit(work, self.meter, lambda costs: costs.total, search)
         more = training.cost_within(predicted_room(self.meter.capacity_bytes))
-        if training.capped and more > training.tuned_limit:
+        if training.capped and not training.model.hidden and more > training.tuned_limit:
             # The whole batch fits; how much larger a later one may be is predicted.
             training = replace(training, tuned_limit=more, capped=False)
         # Evaluation needs less: memory that runs out all the same splits its batches, too.

@@ -16,6 +16,7 @@ import numpy as np
 
 from can_train.errors import ArgumentError
 from can_train.fit.packing import BatchCosts, batch_totals, counts_of
+from can_train.io.units import size_text
 from can_train.memory.catalogue import predicted_room
 from can_train.task import SAMPLES, Feature
 
@@ -43,6 +44,10 @@ AGREED: Final = 0.005  # Relative residual that ends the probes
 _LESS_HELPS: Final = 0.5
 # Share of a probe's cost that such a coefficient leaves at least: other samples may be shorter than those of a probe.
 _LEAST_LEFT: Final = 0.25
+# Reasons, as clauses, why probes ended before they showed the line that holds for large batches.
+UNWANTED: Final = "no larger batch is wanted"
+OUT_OF_TIME: Final = "there was no time for larger batches"
+OUT_OF_ROOM: Final = "the device has no room for larger batches"
 ROUND_OFF: Final = 1e-9  # Share of the largest peak below which a fitted coefficient is round-off of zero
 
 
@@ -61,11 +66,14 @@ class CostModel:
     # (cost, peak) in bytes, sorted by cost, of the probes too small for the line and of the first that follows it.
     # Where the gradients of the weights decide a peak, it lies above the line.
     below: tuple[tuple[float, float], ...] = ()
+    grows: bool = True  # Whether memory grew with the batch; otherwise a byte a unit stands for a coefficient
+    # Why probes ended before the line showed that holds for large batches; empty where it did
+    hidden: str = ""
 
     @property
     def explains(self) -> bool:
-        """Whether the features explain the memory of the probes."""
-        return self.relative_residual <= EXPLAINED
+        """Whether the features explain the memory of all batches that are wanted."""
+        return self.relative_residual <= EXPLAINED and self.hidden in ("", UNWANTED)
 
     def cost(self, counts: NDArray[np.float64]) -> float:
         """Returns the predicted bytes above base of the batch of samples with counts [R, F]."""
@@ -116,7 +124,8 @@ def fit_cost_model(features: Sequence[Feature], totals: NDArray[np.float64], pea
             solution = shorter
     residuals, relative = peaks - rows @ solution, _largest_residual(rows, peaks, solution)
     freedom = max(len(peaks) - int(np.linalg.matrix_rank(rows)), 1)
-    if not solution[1:].any():
+    grows = bool(solution[1:].any())
+    if not grows:
         # Nothing grows with the batch. A byte a unit changes no prediction and keeps batches comparable.
         solution[1:] = scale
     unscale = np.concatenate([[1.0], 1 / scale])
@@ -128,6 +137,7 @@ def fit_cost_model(features: Sequence[Feature], totals: NDArray[np.float64], pea
         sigma_bytes=max(math.sqrt(float(residuals @ residuals) / freedom), float(ALLOCATION_QUANTUM)),
         covariance=tuple(tuple(row) for row in covariance.tolist()),
         relative_residual=relative,
+        grows=grows,
     )
 
 
@@ -216,6 +226,10 @@ class SearchResult:
     def is_far(self, cost: float) -> bool:
         """Tells whether a cost lies so far above all measured ones that its predicted peak may be much too high."""
         return cost > _FAR * self.tuned_limit
+
+    def text(self, cost: float) -> str:
+        """Writes what a batch of some cost takes; its whole peak where none was seen to grow with the batch."""
+        return size_text(cost) if self.model.grows else f"{size_text(self.peak_bytes(cost))} with the model"
 
     def cost_within(self, num_bytes: float) -> float:
         """Returns the cost whose peak on the line is `num_bytes`; negative where not even an empty batch fits."""

@@ -26,6 +26,9 @@ from can_train.fit.batch_dependence import ON_META, SPLIT, UNKNOWN, BatchDepende
 from can_train.fit.compiled import FEW, SAMPLES, WeightsOutside, outermost_calls
 from can_train.fit.cost_model import (
     AGREED,
+    OUT_OF_ROOM,
+    OUT_OF_TIME,
+    UNWANTED,
     CostModel,
     DeviceLimits,
     ProbeFit,
@@ -96,6 +99,8 @@ _PROBE_SECONDS: Final = 10.0  # Most probes take less than one; long recurrences
 # WGAN-GP in bf16, recorded for an H100, grows evenly from 13 times as much on.
 _BEYOND_KERNELS: Final = 16.0
 _SIZES_OF_A_LINE: Final = 2  # Of one size alone, nobody knows how much is there without a batch
+# Largest probe in units of the largest batch that is worth trying, where smaller ones do not lie on a line.
+_MOST_WANTED: Final = 4.0
 _MOST_BISECTIONS: Final = 8  # That look for the largest sample that fits, to a 256th of the samples
 PROBE_SHARE: Final = 0.5  # Share of the capacity that probes stay below: they should be tiny
 
@@ -112,14 +117,20 @@ class ProbeBounds:
     kernel_bytes: float = 0.0  # The most that a kernel takes beside its results, which grows with small batches only
     first_round: int = 1  # Multiple of the first probes' size, about
     most_distinct: int = sys.maxsize  # Samples that differ in a probe; a larger probe repeats them
-    wanted_cost: float = math.inf  # Of the largest batch that is worth trying: beyond it no line is needed
+    # Cost of the largest batch that is worth trying, by a cost model: beyond it no line is needed
+    wanted: Callable[[CostModel], float] = lambda model: math.inf
     has_time: Callable[[], bool] = lambda: True  # Tells whether larger probes than show a line may be run
+    allows: Callable[[int], bool] = lambda samples: True  # Tells whether there is time for a probe of so many samples
 
     @property
     def line_shows(self) -> float:
         """The least cost at which the line shows."""
-        shows = max(_BEYOND_GRADIENTS * self.gradient_bytes, _BEYOND_KERNELS * self.kernel_bytes)
-        return min(shows, self.wanted_cost)
+        return max(_BEYOND_GRADIENTS * self.gradient_bytes, _BEYOND_KERNELS * self.kernel_bytes)
+
+    def most_bytes(self, smallest_peak: float) -> float:
+        """Returns the peak that ends the probes: half of the device, or of the room beside a larger smallest peak."""
+        beside = smallest_peak if smallest_peak > PROBE_SHARE * self.capacity_bytes else 0.0
+        return beside + PROBE_SHARE * (self.capacity_bytes - beside)
 
 
 def fit_by_probes(
@@ -141,6 +152,7 @@ def fit_by_probes(
     """
     readings: list[ProbeReading] = []
     sizes: set[int] = set()  # That were read
+    in_time = True
     capacity_bytes, are_uniform = bounds.capacity_bytes, not np.ptp(counts, axis=0).any()
     fitting = np.arange(len(counts))  # Without samples that do not fit by themselves, once some are known
 
@@ -162,8 +174,13 @@ def fit_by_probes(
 
     def run_round(size: int, *, whole: bool = False) -> bool:
         """Runs the probes of one size, all of them if `whole`, else until one does not fit; returns whether all fit."""
+        nonlocal in_time
         complete = True
         for positions in probes(size):
+            # Two sizes are read however long they take: of one alone, nobody knows how much is there without a batch.
+            in_time = len(sizes) < _SIZES_OF_A_LINE or bounds.allows(len(positions))
+            if not in_time:
+                return False
             complete = read(positions) and complete
             if not (complete or whole):
                 break
@@ -176,7 +193,7 @@ def fit_by_probes(
             run_round(SMALLEST_PROBE // 2)
             try:
                 # Any of them may be huge.
-                if not run_round(1, whole=True) and readings:
+                if not run_round(1, whole=True) and in_time and readings:
                     fitting = _fitting_alone(counts, lambda position: read(np.array([position])))
             except Exception:
                 # BatchNorm cannot train on one.
@@ -196,18 +213,26 @@ def fit_by_probes(
             )
         model = fit_to_probes(features, readings, bounds.kernel_bytes)
         smallest, largest = min(peak for _, peak in readings), max(peak for _, peak in readings)
-        cost = max(largest - model.base_bytes, 0.0)
+        cost, wanted = max(largest - model.base_bytes, 0.0), bounds.wanted(model)
+        costliest = max(float(totals @ np.asarray(model.coefficients)) for totals, _ in readings)
+        lies_on_line = model.relative_residual <= AGREED
+        covers = costliest >= wanted * (1.0 if lies_on_line else _MOST_WANTED)
         # Peaks that do not grow at all agree on nothing: the memory that grows is still hidden.
-        agreed = largest > smallest and model.relative_residual <= AGREED and cost >= bounds.line_shows
+        agreed = largest > smallest and lies_on_line and cost >= min(bounds.line_shows, wanted)
         # The first round shows a line alone where it is large, with more batches than the line has coefficients.
         is_enough = not is_first or (bounds.first_round > 1 and len(readings) > len(features) + 1)
-        if not complete or (is_enough and (agreed or largest > PROBE_SHARE * capacity_bytes)):
+        is_full = largest > bounds.most_bytes(smallest)
+        if not complete or (is_enough and (agreed or covers or is_full)):
             break
         is_last = multiple >= ROUNDS[-1] or not bounds.has_time()
-        if is_last and cost >= _WORTH_GROWING * bounds.line_shows:
+        if is_last and cost >= _WORTH_GROWING * min(bounds.line_shows, wanted):
             break
-    totals, peak = max(readings, key=lambda reading: reading[1])
-    return ProbeFit(model=model, largest_cost=float(totals @ np.asarray(model.coefficients)), largest_peak=peak)
+    if cost < bounds.line_shows or not model.grows:
+        ended = OUT_OF_ROOM if not model.grows and (is_full or not complete) else ""
+        model = replace(model, hidden=UNWANTED if covers else ended if in_time else OUT_OF_TIME)
+    # Of equal peaks, the largest batch's.
+    peak, cost = max((peak, float(totals @ np.asarray(model.coefficients))) for totals, peak in readings)
+    return ProbeFit(model=model, largest_cost=cost, largest_peak=peak)
 
 
 def _fitting_alone(counts: NDArray[np.float64], fits: Callable[[int], bool]) -> Positions:
@@ -285,6 +310,7 @@ Record = Callable[[Workload, Positions], "int | None"]
 # Share of the time of a search that the search of training may take. Evaluation runs forward alone, in about a third
 # of the time.
 _TRAINING_SHARE: Final = 0.75
+_LEFT_FOR_TRIALS: Final = 0.2  # Share of that time that probes leave
 
 
 @dataclass(kw_only=True)
@@ -314,10 +340,16 @@ class Search:
     # By default as much as it takes.
     time: SearchTime = field(default_factory=lambda: SearchTime(clock=lambda: 0.0, seconds=math.inf))
     time_share: float = 1.0  # The part of that time that this search may take
+    looks_beyond: bool = False  # Whether the line is to hold for larger batches than are tried
     record: Record | None = None  # Measures a batch on a device that is not at hand; None: probes alone predict it
     known: RememberedLimit | None = None  # An earlier run's limit, to be confirmed first; None: there is none
     recorded: RecordedLine | None = None  # A recorded line, to be confirmed in place of probes; None: there is none
     on_refused: Callable[[str], object] = lambda reason: None  # Called where a trial does not confirm it
+
+    def allows_probe(self, samples: int, sample_seconds: float, dataset_size: int) -> bool:
+        """Whether there is time for a probe of some samples; some is left for trials."""
+        seconds, epoch_seconds = samples * sample_seconds, dataset_size * sample_seconds
+        return self.time.allows(seconds, epoch_seconds=epoch_seconds, share=self.time_share - _LEFT_FOR_TRIALS)
 
 
 def resident_bytes(work: Workload, meter: Meter) -> int:
@@ -325,17 +357,35 @@ def resident_bytes(work: Workload, meter: Meter) -> int:
     return replace(work, run=lambda rows: None).peak(meter, np.arange(0)).allocated
 
 
-def probe(work: Workload, meter: Meter, bounds: ProbeBounds | None = None) -> ProbeFit:
-    """Fits the cost model of some work; raises DoesNotFitError where not even a sample fits."""
-    slack_bytes, largest, largest_seconds = 0, 0, 0.0
+def probe(
+    work: Workload,
+    meter: Meter,
+    bounds: ProbeBounds | None = None,
+    *,
+    wanted: Callable[[CostModel], float] = lambda model: math.inf,
+    search: Search | None = None,
+) -> ProbeFit:
+    """Fits the cost model of some work; raises DoesNotFitError where not even a sample fits.
+
+    Args:
+        work: The work.
+        meter: Measures it.
+        bounds: Largest size of probes; None: they go on until the line shows, up to `wanted` and within the time of
+            `search`.
+        wanted: Cost of the largest batch that is worth trying, by a cost model.
+        search: The search that the probes are a part of; None: they take as long as they take.
+    """
+    slack_bytes, largest, largest_seconds, sample_seconds = 0, 0, 0.0, 0.0
 
     def measure(positions: Positions) -> int:
-        nonlocal slack_bytes, largest, largest_seconds
+        nonlocal slack_bytes, largest, largest_seconds, sample_seconds
         meter.release(collect=False)
         started = meter.seconds()
         peak = work.peak(meter, positions)
-        if peak.allocated > largest:
-            largest, largest_seconds = peak.allocated, meter.seconds() - started
+        seconds = meter.seconds() - started
+        sample_seconds = seconds / len(positions)
+        if peak.allocated >= largest:
+            largest, largest_seconds = peak.allocated, seconds
         # Fragmentation grows little with the batch; of the largest probe's, a last page that must fit whole is added.
         slack_bytes = max(slack_bytes, peak.reserved - peak.allocated + page_bytes) if peak.reserved else 0
         return peak.allocated
@@ -343,9 +393,13 @@ def probe(work: Workload, meter: Meter, bounds: ProbeBounds | None = None) -> Pr
     page_bytes = read_allocator_settings().large_page_bytes
     end = meter.seconds() + _PROBE_SECONDS
     bounds = bounds or ProbeBounds(
-        capacity_bytes=meter.capacity_bytes, gradient_bytes=work.gradient_bytes, kernel_bytes=meter.kernel_bytes,
+        capacity_bytes=meter.capacity_bytes,
+        gradient_bytes=work.gradient_bytes,
+        kernel_bytes=meter.kernel_bytes,
+        wanted=wanted,
         has_time=lambda: meter.seconds() < end,
-    )  # fmt: skip
+        allows=lambda samples: search is None or search.allows_probe(samples, sample_seconds, len(work.rows)),
+    )
     fit = fit_by_probes(measure, work.features, work.counts, bounds)
     return replace(fit, slack_bytes=float(slack_bytes), largest_seconds=largest_seconds)
 
@@ -400,7 +454,8 @@ def find_limit(work: Workload, meter: Meter, upper: Upper, search: Search) -> Se
         if isinstance(outcome, SearchResult):
             return outcome
         search.on_refused(outcome)
-    fit = probe(work, meter)
+    wanted = (lambda model: math.inf) if search.looks_beyond else partial(_wanted, work.counts, upper)
+    fit = probe(work, meter, wanted=wanted, search=search)
     costs = BatchCosts.priced(fit.model, work.counts)
     # Where the features cost nothing, any batch is as good as any other, and a trial of one sample ends the search.
     highest = upper(costs) if any(fit.model.coefficients) else 1.0
@@ -423,6 +478,10 @@ def find_limit(work: Workload, meter: Meter, upper: Upper, search: Search) -> Se
             return confirmed
     bounds = SearchBounds(upper=highest, capacity_bytes=meter.capacity_bytes, has_time=trials.has_time)
     return find_phase_limit(fit, trials.run, costs, bounds)
+
+
+def _wanted(counts: NDArray[np.float64], upper: Upper, model: CostModel) -> float:
+    return upper(BatchCosts.priced(model, counts))
 
 
 def _confirm_recorded(

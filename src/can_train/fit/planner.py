@@ -652,7 +652,7 @@ class Planner:
             if limits.recorded and limits.samples_of_sizes:
                 step = counted(limits.samples_of_sizes, "sample")
                 notices.append(f"Some sizes depend on values: recorded batches have the sizes of {step}, in proportion")
-            if request.searches:
+            if request.searches and not limits.training.model.hidden:
                 samples = int(self.ranks * _room(limits, plan, decided.aim) / max(order.total / len(order), 1e-9))
                 notices += spare_room(request, plan.logical_batch, len(order), samples)
             notices += too_large_notices(plan, limits, training)

@@ -174,7 +174,7 @@ def _record_line(gpu: RecordedGpu, wanted_samples: float, work: Workload) -> Rec
         gradient_bytes=work.gradient_bytes,
         kernel_bytes=gpu.kernel_bytes,
         most_distinct=max(int(_DISTINCT_SHARE * len(work.rows)), SMALLEST_PROBE),
-        wanted_cost=wanted_samples * sample_bytes,
+        wanted=lambda model: wanted_samples * float(work.counts.mean(axis=0) @ np.asarray(model.coefficients)),
     )
     samples = min(max(_RECORDED_COST, bounds.line_shows), PROBE_SHARE * gpu.capacity_bytes) / sample_bytes
     first_round = max(int(min(samples, wanted_samples, _MOST_RECORDED) / SMALLEST_PROBE), 1)

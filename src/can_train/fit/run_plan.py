@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from can_train.fit.cost_model import EXPLAINED, DeviceLimits, SearchResult
+from can_train.fit.cost_model import EXPLAINED, UNWANTED, DeviceLimits, SearchResult
 from can_train.fit.factor_rule import UNUSED, SafetyFactor
 from can_train.fit.packing import ROUNDING, BatchCosts, MicroBatchLimit, SplitRules
 from can_train.fit.plan import PhasePlan
@@ -253,6 +253,10 @@ def limits_notices(limits: DeviceLimits) -> Iterator[str]:
     phases = (("training", limits.training), ("evaluation", limits.evaluation))
     for mode, phase in phases:
         names = ", ".join(dict.fromkeys(feature.name for feature in phase.model.features))
+        if phase.model.hidden not in ("", UNWANTED):
+            basis = "sizes rest on trials" if phase.trials else "sizes rest on small batches"
+            yield f"How the memory of {mode} grows with batches was not seen: {phase.model.hidden}; {basis}"
+            continue
         # Of a hundredth of the device, the allocator's rounding is a large part, and no size depends on it.
         if phase.peak_bytes(phase.tuned_limit) < _SMALL_SHARE * limits.capacity_bytes:
             continue
@@ -260,7 +264,7 @@ def limits_notices(limits: DeviceLimits) -> Iterator[str]:
             basis = "sizes rest on trials" if phase.trials else "a run tries the sizes that are only predicted here"
             residual = f"the probes lie up to {phase.model.relative_residual:.0%} off"
             yield f"The memory of {mode} does not follow its features ({names}): {residual}; {basis}"
-        elif not limits.recorded and abs(phase.measured_ratio - 1) > EXPLAINED:
+        elif phase.model.grows and not limits.recorded and abs(phase.measured_ratio - 1) > EXPLAINED:
             took = f"{phase.measured_ratio:.1%} of the memory predicted from small batches ({names})"
             # Of the samples alone: weights and state are in both peaks.
             yield f"The samples of a full batch of {mode} took {took}; the sizes rest on the full batch"
@@ -273,10 +277,12 @@ def limits_notices(limits: DeviceLimits) -> Iterator[str]:
         yield f"{fixed}; padded to the longest of the samples that are collated, short ones would take less"
     for mode, phase in phases:
         if phase.untried and phase.capped:
-            known = "was tried" if phase.trials else "is predicted to fit in half of the device"
-            tried = f"The largest batch of {mode} that {known} takes {size_text(phase.tuned_limit)}"
+            predicted = "is predicted to fit in half of the device" if phase.model.explains else "was probed"
+            tried = f"The largest batch of {mode} that {'was tried' if phase.trials else predicted}"
             more = f"a search keeps to {SEARCH_SHARE:.0%} of an epoch or {SEARCH_SECONDS:g} s"
-            yield f"{tried}; one of {size_text(phase.untried)} was not tried for lack of time ({more})"
+            larger = f"one of {phase.text(phase.untried)}" if phase.model.grows else "a larger one"
+            takes = f"takes {phase.text(phase.tuned_limit)}"
+            yield f"{tried} {takes}; {larger} was not tried for lack of time ({more})"
 
 
 def format_notices(training: TrainingSettings, model: nn.Module, meter: Meter) -> Iterator[str]:

@@ -377,6 +377,8 @@ def _part_text(part: Mapping[str, Any]) -> str:
 
 def _cost_model_text(limit: SearchResult) -> str:
     model, shares = limit.model, limit.mean_shares
+    if not model.grows:
+        return f"{size_text(model.base_bytes)}, whatever the batch of a probe"
     terms = [
         f" {'−' if coefficient < 0 else '+'} {abs(coefficient) / 1024:.4g} KiB · {feature.name}"
         + _PADDING.get(feature.padding, f" (max^{feature.padding})")
@@ -390,14 +392,15 @@ def _tuned_limit_text(limits: DeviceLimits) -> str:
     training = limits.training
     more = "; more was not needed" if training.capped else ""
     if training.untried:
-        more = f"; {size_text(training.untried)} was not tried for lack of time"
+        larger = training.text(training.untried) if training.model.grows else "a larger one"
+        more = f"; {larger} was not tried for lack of time"
     if not training.trials and not training.ooms:
-        return f"a batch of {size_text(training.tuned_limit)} is predicted to fit{more}"
+        return f"a batch of {training.text(training.tuned_limit)} is predicted to fit{more}"
     if training.confirmed:
         source = f"the tuned limit of run {limits.earlier_run}, confirmed by one trial"
-        return f"a batch of {size_text(training.tuned_limit)} fits ({source}{more})"
+        return f"a batch of {training.text(training.tuned_limit)} fits ({source}{more})"
     if training.recorded_share:
         source = f"recorded, confirmed by one trial: {training.recorded_share:.1%} of the recorded peak"
-        return f"a batch of {size_text(training.tuned_limit)} fits ({source}{more})"
+        return f"a batch of {training.text(training.tuned_limit)} fits ({source}{more})"
     ran_out = f", {training.ooms} ran out of memory" if training.ooms else ""
-    return f"a batch of {size_text(training.tuned_limit)} fits ({counted(training.trials, 'trial')}{ran_out}{more})"
+    return f"a batch of {training.text(training.tuned_limit)} fits ({counted(training.trials, 'trial')}{ran_out}{more})"
