@@ -319,6 +319,38 @@ def test_data_that_live_on_the_device_are_a_part_of_the_peak_that_a_plan_predict
     assert written["peak_bytes"] == on_device["peak_bytes"]
 
 
+PADDED = """
+import can_train, torch
+from torch import nn
+
+class Padded(can_train.Task):
+    training = {"lr_batch_size": 24, "epochs": 1}
+
+    def datasets(self):
+        samples = [torch.ones(200 if row == 5 else 14 + row % 4, 64) for row in range(80)]
+        return {"train": samples[:72], "validation": samples[72:]}
+
+    def model(self):
+        return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))
+
+    def loss(self, model, batch):
+        return {"error": (model(batch).square().sum(), len(batch))}
+"""
+
+
+def test_the_costliest_micro_batch_of_padded_samples_is_the_one_that_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "padded.py").write_text(PADDED)
+    line = ("--task", f"{tmp_path / 'padded.py'}:Padded", "--device", "sim:24MiB", "--batch-size", "24", "-v")
+    folders = ("--runs-dir", str(tmp_path / "runs"), "--state-dir", str(tmp_path), "--accumulation-target-mib", "1")
+    assert main((*line, *folders)) == 0
+    printed = capsys.readouterr().err
+    (predicted,) = re.findall(r"predicted to peak at ([0-9.]+) MiB", printed)
+    (explained,) = re.findall(r"peaks at ([0-9.]+) MiB", printed)
+    assert float(explained) == pytest.approx(float(predicted), rel=0.02)
+
+
 def test_an_out_of_memory_that_ends_a_run_names_the_largest_parts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

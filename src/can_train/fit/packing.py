@@ -241,11 +241,13 @@ class BatchCosts:
         """Returns the batch that holds the samples at `positions`, in that order."""
         return BatchCosts(self._counts[positions], self._features, self._coefficients)
 
+    def packing(self) -> NDArray[np.int64]:
+        """Returns the positions of the samples in the order that the batch is cut in."""
+        return np.arange(len(self)) if self._sums is not None else packing_order(self._features, self._counts)
+
     def packed(self) -> BatchCosts:
         """Returns the batch in the order that it is cut in."""
-        if self._sums is not None:
-            return self
-        return self.chosen(packing_order(self._features, self._counts))
+        return self if self._sums is not None else self.chosen(self.packing())
 
     def mean_counts(self) -> tuple[float, ...]:
         """Returns [F], the mean sample's counts."""

@@ -169,6 +169,21 @@ def resolve_plan(
     )
 
 
+def costliest_micro_batch(request: PlanRequest, plan: PhasePlan, order: BatchCosts) -> tuple[NDArray[np.int64], float]:
+    """Returns the positions in an epoch's order of the samples of a plan's costliest micro-batch, and its cost."""
+    positions = bucketed(order.each(), plan.logical_batch) if request.bucketed else np.arange(len(order))
+    order, start, most = order.chosen(positions), 0, (positions[:0], 0.0)
+    for step, packing in _steps_and_packings(order, plan.logical_batch, request.preflight_threshold):
+        rows = start + packing
+        start += len(step)
+        for share in _shares(step, request.ranks, plan.rules.floor):
+            for part in share.parts(cut(share, plan.rules.limit_for(share))):
+                if part.total > most[1]:
+                    most = positions[rows[: len(part)]], part.total
+                rows = rows[len(part) :]
+    return most
+
+
 def _shares(step: BatchCosts, ranks: int, floor: int) -> list[BatchCosts]:
     """Returns the shares of the ranks in a step, without empty ones: their ranks have nothing to cut."""
     shares = step.parts(share_out(step, min(ranks, len(step)), floor)) if ranks > 1 else [step]
@@ -233,10 +248,18 @@ def bucketed(sizes: NDArray[np.float64], logical_batch: int, *, seed: int = 0, e
 
 def _optimizer_steps(order: BatchCosts, logical: int, preflight_threshold: float) -> list[BatchCosts]:
     """Cuts an epoch into logical batches, and those above the threshold into several steps."""
-    batches = [order.part(start, min(start + logical, len(order))) for start in range(0, len(order), logical)]
-    if preflight_threshold < math.inf:
-        batches = [step for batch in batches for step in batch.parts(optimizer_batches(batch, preflight_threshold))]
-    return [batch.packed() for batch in batches]
+    return [step for step, _ in _steps_and_packings(order, logical, preflight_threshold)]
+
+
+def _steps_and_packings(
+    order: BatchCosts, logical: int, preflight_threshold: float
+) -> Iterator[tuple[BatchCosts, NDArray[np.int64]]]:
+    """Yields optimizer steps, each in the order that it is cut in, with the positions of its samples before that."""
+    for start in range(0, len(order), logical):
+        batch = order.part(start, min(start + logical, len(order)))
+        sizes = optimizer_batches(batch, preflight_threshold) if preflight_threshold < math.inf else (len(batch),)
+        for step in batch.parts(sizes):
+            yield step.packed(), step.packing()
 
 
 def _logical_batch(request: PlanRequest, order: BatchCosts, safe_limit: float) -> tuple[int, BindingLimit]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -37,6 +38,7 @@ from can_train.training.report import part_lines
 if TYPE_CHECKING:
     from can_train.config.resolved import ResolvedRun
     from can_train.config.settings import TrainingSettings
+    from can_train.fit.packing import BatchCosts
     from can_train.fit.run_plan import RunPlan
     from can_train.memory.catalogue import UsableMemory
     from can_train.memory.meters import Meter
@@ -56,6 +58,8 @@ _LOGARITHMS: Final = ("_log_softmax", "nll_loss")  # operations of a cross entro
 _FUSED: Final = ("adamw", "adam", "sgd")  # optimizers that are fused where no argument says otherwise
 _SHOWN: Final = 12  # rows of the table
 _LIST_ITEM: Final = re.compile(r"(.*\.|^)(\d+)(?=\.|$)")  # a dotted name up to its first number
+_SAME_COST: Final = 0.01  # Relative difference up to which a micro-batch is the costliest of a plan
+_PACKINGS: Final = 16  # that are compared, each without some of the longest samples
 _MIB: Final = 2**20
 _LEAST_SAVED_BYTES: Final = 0.005 * _MIB  # A smaller saving is written as 0.00 MiB
 
@@ -176,7 +180,7 @@ def _plan_in(folder: RunFolder) -> RunPlan | None:
 
 def _step(run: ResolvedRun, task: BatchTask, plan: RunPlan | None) -> TaskStep:
     """Returns the step of a plan's costliest micro-batch; of the costliest sample where there is no plan."""
-    step = TaskStep(task=task, batch=_largest_micro_batch(task, plan), training=run.training)
+    step = TaskStep(task=task, batch=_largest_micro_batch(run, task, plan), training=run.training)
     if plan is None:
         return step
     return replace(step, num_parts=plan.fullest.phase_plan.most_parts, rung=plan.fullest.rung)
@@ -265,7 +269,7 @@ def _peak_on_host(step: TaskStep) -> float:
     return sum(part.num_bytes for part in step.parts_on_host())
 
 
-def _largest_micro_batch(task: BatchTask, plan: RunPlan | None) -> NDArray[np.int64]:
+def _largest_micro_batch(run: ResolvedRun, task: BatchTask, plan: RunPlan | None) -> NDArray[np.int64]:
     """Returns the rows of the costliest micro-batch of a plan; of the costliest sample where there is none."""
     rows: NDArray[np.int64] = np.asarray(task.train_rows, dtype=np.int64)
     if plan is None:
@@ -277,8 +281,38 @@ def _largest_micro_batch(task: BatchTask, plan: RunPlan | None) -> NDArray[np.in
         # The size was given.
         ranked = np.argsort(-costs.each(), kind="stable")
         return np.resize(rows[ranked], phase.phase_plan.largest_micro_batch)
-    packed = pack_worst_case(costs, phase.phase_plan.largest_cost)
-    return rows[packed if len(packed) else [int(np.argmax(costs.each()))]]
+    largest_cost = phase.phase_plan.largest_cost
+    planned, cost = _planned_micro_batch(run.training, task, phase)
+    # A plan with another rung beside its own, or of other data, has other micro-batches.
+    if abs(cost - largest_cost) > _SAME_COST * largest_cost:
+        planned = rows[_packed(costs, largest_cost)]
+    return planned if len(planned) else rows[[int(np.argmax(costs.each()))]]
+
+
+def _planned_micro_batch(training: TrainingSettings, task: BatchTask, plan: RunPlan) -> tuple[NDArray[np.int64], float]:
+    """Cuts the epochs of a plan as it does; returns the rows of the costliest micro-batch, and its cost."""
+    from can_train.fit.epochs import planned_orders
+    from can_train.fit.plan import costliest_micro_batch
+    from can_train.fit.planner import plan_request
+
+    request, most = plan_request(training, ranks=plan.ranks), (np.arange(0), 0.0)
+    for rows in planned_orders(task, plan.skipped, seed=training.seed, epochs=training.epochs):
+        positions, cost = costliest_micro_batch(request, plan.phase_plan, plan.training_costs(task, rows))
+        most = max(most, (rows[positions], cost), key=itemgetter(1))
+    return most
+
+
+def _packed(costs: BatchCosts, limit: float) -> NDArray[np.int64]:
+    """Packs samples into a batch close to a cost: where samples are padded, many shorter ones may cost more
+    than the few longest that fit.
+    """
+    ranked, packings = np.argsort(-costs.each(), kind="stable"), []
+    for start in np.unique(np.linspace(0, len(ranked) - 1, _PACKINGS).astype(np.int64)):
+        left = ranked[start:]
+        packings.append(left[pack_worst_case(costs.chosen(left), limit)])
+        if costs.chosen(packings[-1]).total >= (1 - _SAME_COST) * limit:
+            return packings[-1]
+    return max(packings, key=lambda positions: costs.chosen(positions).total)
 
 
 def _savings(step: TaskStep, parts: Sequence[MemoryPart], peak_of: Any) -> tuple[Saving, ...]:
