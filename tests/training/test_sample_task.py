@@ -84,6 +84,18 @@ def test_samples_of_different_length_count_their_lengths_padded_and_summed() -> 
     assert task.batch_features(np.arange(5))[:, 0].tolist() == lengths
 
 
+class OwnCount(Words):
+    """Counts something beside what samples count without an override."""
+
+    def features(self, sample: Any) -> Any:
+        return super().features(sample) | {"vowels": 1.0}
+
+
+def test_an_override_of_features_may_add_to_the_lengths() -> None:
+    lengths = (Feature("length", 1), Feature("length", 2), Feature("length", 0))
+    assert OwnCount().memory_features == (*lengths, Feature("vowels"), Feature("samples"))
+
+
 class Packed(Words):
     """Computes its words as packed sequences: padding takes no memory."""
 

@@ -255,8 +255,9 @@ class Task(BatchTask):
         The name alone: a batch has the sum over its samples. `Feature("tokens", padding=1)`: samples are padded to the
         longest; `padding=2`: and attention is computed between all pairs. The first one is the main feature. Without an
         override, samples count alike; those with tensors of different lengths count their lengths, padded and summed.
+        An override that calls this one gets the lengths.
         """
-        return {}
+        return _lengths(sample)
 
     def denominators(self, samples: Sequence[Any]) -> Mapping[str, float] | None:
         """Returns the denominator of each loss term for some samples without computing the model; None, the default:
@@ -623,7 +624,7 @@ class Task(BatchTask):
     def __count(self, row: int, sample: Any) -> dict[Feature, float]:
         """Counts the features of a sample."""
         with self.asked(f"features of {self.describe(row)}"):
-            counts = _lengths(sample) if type(self).features is Task.features else self.features(sample)
+            counts = self.features(sample)
         counts = checked_counts(f"{type(self).__name__}.features", counts, self.describe(row))
         return {_feature(kind): number for kind, number in counts.items()}
 
