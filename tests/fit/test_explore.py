@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from can_train.errors import DoesNotFitError
-from can_train.fit.cost_model import OUT_OF_TIME, UNWANTED, CostModel, ProbeFit
+from can_train.fit.cost_model import OUT_OF_ROOM, OUT_OF_TIME, UNWANTED, CostModel, ProbeFit, SearchResult
 from can_train.fit.explore import (
     LATER_ROUNDS,
     PROBE_SHARE,
@@ -21,7 +22,9 @@ from can_train.fit.explore import (
     model_does_not_fit,
 )
 from can_train.fit.packing import batch_totals
+from can_train.fit.run_plan import limits_notices
 from can_train.task import Feature
+from fakes.device_limits import limits
 
 GIB = 2**30
 GRAPHS = (Feature("nodes"), Feature("edges"))
@@ -211,6 +214,27 @@ def test_probes_end_when_their_time_does_and_say_that_no_line_was_seen() -> None
     model = fit_by_probes(device, GRAPHS, COUNTS, bounds).model
     assert sum(device.sizes) <= 200
     assert (model.hidden, model.explains) == (OUT_OF_TIME, False)
+
+
+def test_probes_beside_weights_of_more_than_half_of_the_device_go_on_until_they_show_the_line() -> None:
+    device = Device(lambda positions: max(60e6, straight(positions)), capacity=110e6)
+    assert_law_found(device.probed())
+
+
+def test_a_line_that_no_probe_has_room_for_is_told_and_its_figures_are_not_printed() -> None:
+    device = Device(lambda positions: max(99.9e6, straight(positions)), capacity=100e6)
+    model = device.probed().model
+    assert (model.hidden, model.explains, model.grows) == (OUT_OF_ROOM, False, False)
+    # The trial of a search measures what the probes did not see.
+    training = SearchResult(
+        model=model, tuned_limit=30.0, capped=False, trials=3, measured_ratio=8e4, mean_totals=(1, 1)
+    )
+    (notice,) = limits_notices(replace(limits(0.2, 0.9), training=training))
+    assert training.text(training.tuned_limit) == "97.6 MiB with the model"
+    assert notice == (
+        "How the memory of training grows with batches was not seen: "
+        "the device has no room for larger batches; sizes rest on trials"
+    )
 
 
 def test_two_sizes_are_probed_however_long_they_take() -> None:
