@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
-from can_train.cli.cancel import check_own_jobs, stop
+from can_train.cli.cancel import cancel, check_own_jobs, stop
 from can_train.errors import RunError
-from can_train.io.records import JobId
+from can_train.io.records import JobId, utc_now
 from can_train.runs.run_state import RunFacts
 from can_train.runs.scheduler import QueueRow, SchedulerAnswer
+from fakes.made_runs import Runs, begin
 from fakes.run_facts import CLUSTER, JOBS, RUN, attempt, job, minute, of_job, slurm_job
 
 
@@ -104,3 +106,22 @@ def _never(*_: object) -> NoReturn:
 def test_what_scancel_refuses_is_an_error() -> None:
     with pytest.raises(RunError, match="refuses to cancel the job: Access denied"):
         stop(of_job("held"), Asked("Access denied").cancel, Asked().terminate)
+
+
+def test_a_cancel_that_is_refused_leaves_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Runs(tmp_path)
+    for number in range(3):
+        begin(runs.add(number), start_time=utc_now())
+    (first, refused, _) = statuses = runs.look()
+    assert all(status.state.live for status in statuses)
+
+    def stop_first(facts: RunFacts) -> bool:
+        if facts.run.run_id == refused.known.run_id:
+            raise RunError("The run is another user's process", value="process 7", remedy="Ask that user to stop it")
+        return True
+
+    monkeypatch.setattr("can_train.cli.cancel.stop", stop_first)
+    with pytest.raises(RunError, match="another user's process"):
+        cancel([status.known.run_id for status in statuses], runs.runs_dir, runs.state_dir)
+    cancelled = [status.known.run_id for status in statuses if runs.registry.cancels(status.known.run_id)]
+    assert cancelled == [first.known.run_id]

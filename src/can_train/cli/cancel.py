@@ -38,9 +38,15 @@ def cancel(runs: Runs, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -
     for status in live:
         check_own_jobs(status.facts)
     # Recorded first: whoever sees the end must find its reason.
-    for status in live:
-        locator.registry.add(CancelRecord(run_id=status.known.run_id, time=utc_now()))
-    _stop_all(live, locator)
+    records = {status.known.run_id: locator.registry.add(CancelRecord(run_id=status.known.run_id, time=utc_now()))
+               for status in live}  # fmt: skip
+    try:
+        _stop_all(live, locator, records)
+    except BaseException:
+        # What goes on was not cancelled, however it ends later.
+        for path in records.values():
+            path.unlink(missing_ok=True)
+        raise
     for status in _wait_for_end(live, locator):
         what = " was asked to stop and has not ended yet" if status.state.live else ""
         print_text(f"Run {status.known.run_id}{what}: {status.state}")
@@ -63,16 +69,20 @@ def _check_shared(live: Sequence[RunStatus], locator: RunLocator) -> None:
                        remedy=f"Cancel them together: can-train cancel {together}")  # fmt: skip
 
 
-def _stop_all(live: Sequence[RunStatus], locator: RunLocator) -> None:
-    """Asks the jobs of runs to end in one command, and the processes one after another."""
-    jobs = [row.job for status in live for row in live_rows(status.facts)]
-    _cancel(jobs, cancel_jobs)
+def _stop_all(live: Sequence[RunStatus], locator: RunLocator, records: dict[str, Path]) -> None:
+    """Asks the jobs of runs to end in one command, and the processes one after another; takes each run that was asked
+    out of `records`.
+    """
+    jobs = {status.known.run_id: [row.job for row in live_rows(status.facts)] for status in live}
+    _cancel([job for own in jobs.values() for job in own], cancel_jobs)
     for status in live:
-        if not live_rows(status.facts) and not stop(status.facts):
+        run_id = status.known.run_id
+        if not jobs[run_id] and not stop(status.facts):
             now = locator.status(status.known)
             if now.state.live:
                 raise RunError("No job and no process of the run was found", value=str(now.state),
-                               remedy=f"Look at its state: can-train status {status.known.run_id}")  # fmt: skip
+                               remedy=f"Look at its state: can-train status {run_id}")  # fmt: skip
+        records.pop(run_id)
 
 
 def _cancel(jobs: Sequence[JobId], cancel_slurm_jobs: Callable[[Sequence[JobId]], str]) -> None:

@@ -110,8 +110,8 @@ class Registry:
         self._index = index_folder(state_dir) / _RUNS
         self._label_folder, self._label_index = state_dir / _LABELS, index_folder(state_dir) / _LABELS
 
-    def add(self, record: _Entry) -> None:
-        """Writes an entry.
+    def add(self, record: _Entry) -> Path:
+        """Writes an entry, and returns its path.
 
         Raises:
             StateError: It cannot be written, or the run has a new job already (`RetryRecord`).
@@ -127,7 +127,9 @@ class Registry:
             path = self.folder / record.run_id / f"retry-{record.job_id}"
         else:
             path = self.folder / record.run_id / f"{'job' if isinstance(record, JobRecord) else 'cancel'}-{unique}"
-        records.write_document(path.with_name(f"{path.name}{records.DOCUMENT_SUFFIX}"), record)
+        path = path.with_name(f"{path.name}{records.DOCUMENT_SUFFIX}")
+        records.write_document(path, record)
+        return path
 
     def entry(self, run_id: str) -> Path:
         """Returns the path of the entry of a run."""
