@@ -10,7 +10,7 @@ from can_train.config.resolved import ResolvedRun
 from can_train.runs.attempts import AttemptEnd
 from can_train.runs.sweep_runs import describe_sweep, failures_by_cause, failures_by_node
 from fakes.finished_runs import Shelf
-from fakes.made_runs import RESULT, Runs, at, begin, end, write
+from fakes.made_runs import RESULT, Runs, at, begin, close, end, write
 
 SWEEP = "sweep-lr-0001"
 
@@ -140,6 +140,23 @@ def test_runs_that_diverged_are_left_out_since_they_would_again(
     assert main(("resume", SWEEP, "--all-failed", *sweep.flags)) == code
     assert remedy in capsys.readouterr().err
     assert [Path(line[1]).name[-1] for line in lines] == [*trained]
+
+
+def test_a_run_that_another_person_has_closed_is_left_out_and_the_others_go_on(
+    sweep: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[list[str]] = []
+
+    def train(line: list[str], _output: object) -> tuple[int, bool]:
+        lines.append(line)
+        return 0, False
+
+    monkeypatch.setattr("can_train.slurm.submit.run_line", train)
+    closed = next(sweep.runs_dir.glob("*-0001"))
+    close(closed, monkeypatch)
+    assert main(("resume", SWEEP, "--all-failed", *sweep.flags)) == 0
+    assert [Path(line[1]).name[-1] for line in lines] == [*"234"]
+    assert f"resume {closed}" not in said(capsys, "status", closed.name, *sweep.flags)
 
 
 def test_a_sweep_is_named_by_what_varies_and_its_runs_by_their_values(tmp_path: Path) -> None:

@@ -216,11 +216,6 @@ def test_probes_end_when_their_time_does_and_say_that_no_line_was_seen() -> None
     assert (model.hidden, model.explains) == (OUT_OF_TIME, False)
 
 
-def test_probes_beside_weights_of_more_than_half_of_the_device_go_on_until_they_show_the_line() -> None:
-    device = Device(lambda positions: max(60e6, straight(positions)), capacity=110e6)
-    assert_law_found(device.probed())
-
-
 def test_a_line_that_no_probe_has_room_for_is_told_and_its_figures_are_not_printed() -> None:
     device = Device(lambda positions: max(99.9e6, straight(positions)), capacity=100e6)
     model = device.probed().model

@@ -138,13 +138,15 @@ def test_a_batch_fits_at_once_where_no_sample_fits_beside_the_gradients_of_anoth
     task = write_task(tmp_path / "mine", WIDE)
     # Weights and their gradients take 32 MiB each, the optimizer's state 64; a batch in parts has gradients twice.
     line = ("--task", f"{task}:MyTask", "--device", "sim:160MiB", "--epochs", "1", "--batch-size", "64")
+    line += ("--micro-batch", "fastest")
     finish(tmp_path / "runs", tmp_path / "state", *line)
     result = json.loads((only_run(tmp_path / "runs") / "result.json").read_text())
     assert (result["plan"]["rung"], result["ooms_rescued"]) == (
         result["plan"]["rung"] | {"offload_optimizer": False},
         0,
     )
-    assert result["plan"]["plan"]["most_parts"] == 1
+    # No step tries smaller micro-batches, which would not fit.
+    assert (result["plan"]["plan"]["most_parts"], result["plan"]["micro_batch"]) == (1, None)
     assert result["predicted_peak_bytes"] == pytest.approx(result["peak_memory_bytes"], rel=0.01)
     assert main((*line, "--dry-run", "--state-dir", str(tmp_path / "other"))) == 0
     planned = capsys.readouterr().out

@@ -127,11 +127,6 @@ class ProbeBounds:
         """The least cost at which the line shows."""
         return max(_BEYOND_GRADIENTS * self.gradient_bytes, _BEYOND_KERNELS * self.kernel_bytes)
 
-    def most_bytes(self, smallest_peak: float) -> float:
-        """Returns the peak that ends the probes: half of the device, or of the room beside a larger smallest peak."""
-        beside = smallest_peak if smallest_peak > PROBE_SHARE * self.capacity_bytes else 0.0
-        return beside + PROBE_SHARE * (self.capacity_bytes - beside)
-
 
 def fit_by_probes(
     measure: Callable[[Positions], int],
@@ -221,7 +216,7 @@ def fit_by_probes(
         agreed = largest > smallest and lies_on_line and cost >= min(bounds.line_shows, wanted)
         # The first round shows a line alone where it is large, with more batches than the line has coefficients.
         is_enough = not is_first or (bounds.first_round > 1 and len(readings) > len(features) + 1)
-        is_full = largest > bounds.most_bytes(smallest)
+        is_full = largest > PROBE_SHARE * bounds.capacity_bytes
         if not complete or (is_enough and (agreed or covers or is_full)):
             break
         is_last = multiple >= ROUNDS[-1] or not bounds.has_time()

@@ -687,6 +687,9 @@ class Planner:
             wanted = "fastest" if is_gpu and not training.deterministic else "largest"
         if rule.times is None or wanted == "largest" or not is_free:
             return None
+        # No smaller micro-batch fits beside the gradients of another.
+        if self.explorer.alone:
+            return None
         # A choice by time may not change the gradient.
         if self.batch_dependence.terms or not self.batch_dependence.measured:
             return None

@@ -287,7 +287,8 @@ def line_to_go_on(status: RunStatus) -> str:
     """Returns the line that continues a run which has ended without a result, or that trains it anew where it would
     repeat its error; empty where there is none.
     """
-    if status.state.live or status.facts.result is not None or not status.facts.has_folder:
+    facts = status.facts
+    if status.state.live or facts.result is not None or not facts.has_folder or facts.is_closed:
         return ""
     name, lr = name_to_type(status.known.folder), status.lower_lr
     return f"can-train resume {name}" if lr is None else f"can-train resubmit {name} --lr {lr:g}"

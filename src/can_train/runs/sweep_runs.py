@@ -80,8 +80,10 @@ class FailingNode:
 
 
 def has_failed(status: RunStatus) -> bool:
-    """Returns whether a run ended without a result, and nobody cancelled it."""
-    return status.state.state in FAILURES
+    """Returns whether a run ended without a result, and nobody cancelled it. How one ended that another person has
+    closed is not known.
+    """
+    return status.state.state in FAILURES and not status.facts.is_closed
 
 
 def failures_by_cause(statuses: Iterable[RunStatus]) -> list[FailedRuns]:
@@ -123,4 +125,5 @@ def _count_nodes(statuses: Iterable[RunStatus]) -> dict[str, int]:
 
 def can_go_on(status: RunStatus) -> bool:
     """Returns whether `resume` continues a run: it has ended without a result."""
-    return not status.state.live and status.facts.result is None and status.facts.has_folder
+    facts = status.facts
+    return not status.state.live and facts.result is None and facts.has_folder and not facts.is_closed
