@@ -353,10 +353,10 @@ class CountedRetries(SimulatedMeter):
 
 @pytest.mark.parametrize(
     ("full_steps", "gradients", "smaller"),
-    [({1, 2}, 0, True), ({1, 3}, 0, False), ({2}, 0, False), ({1, 2}, 10, False)],
+    [({1, 2}, 0, True), ({1, 3}, 0, False), ({2}, 0, False), ({1, 2}, 10, False), ({1, 2}, math.inf, False)],
 )
 def test_two_steps_in_a_row_in_which_the_allocator_was_too_full_make_micro_batches_smaller_if_that_takes_less(
-    full_steps: set[int], gradients: int, smaller: bool
+    full_steps: set[int], gradients: float, smaller: bool
 ) -> None:
     meter = CountedRetries(full_steps)
     model = nn.Linear(1, 1)

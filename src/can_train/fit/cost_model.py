@@ -335,6 +335,7 @@ class DeviceLimits:
     evaluation: SearchResult  # Forward alone
     optimizer_peak_bytes: int  # Peak of an optimizer step
     gradient_bytes: int = 0  # Gradients of a step's earlier micro-batches, which `training` includes
+    is_alone: bool = False  # Whether a step is a single micro-batch, beside whose gradients no other one fits
     earlier_run: str = ""  # Run whose limits are those that are `confirmed`
     recorded: bool = False  # Whether batches that were recorded as CUDA would run them have corrected the prediction
     not_recorded_because: str = ""  # The reason why none could be recorded, as a clause
@@ -405,12 +406,13 @@ class DeviceLimits:
 
     def beside_gradients(self, rules: SplitRules) -> SplitRules:
         """Returns rules for these limits, which hold beside the gradients of a step's earlier micro-batches."""
-        return replace(rules, gradient_cost=self.gradient_bytes / self.training.measured_ratio)
+        cost = math.inf if self.is_alone else self.gradient_bytes / self.training.measured_ratio
+        return replace(rules, gradient_cost=cost)
 
     def alone(self) -> DeviceLimits:
         """Returns the limits of steps that are a single micro-batch, so that no gradients are there before it."""
         training = self.training.beside(-self.gradient_bytes, predicted_room(self.capacity_bytes))
-        return replace(self, training=training, gradient_bytes=0)
+        return replace(self, training=training, gradient_bytes=0, is_alone=True)
 
     def peak_interval(self, peak_bytes: float, cost: float) -> tuple[float, float]:
         """Returns the interval around a predicted peak, of steps whose costliest micro-batch has some cost."""

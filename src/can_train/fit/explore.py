@@ -656,6 +656,7 @@ class Explorer:
             evaluation=evaluation,
             optimizer_peak_bytes=optimizer_peak,
             gradient_bytes=0 if self.alone else optimizer.parameter_bytes,
+            is_alone=self.alone,
         )
 
     def record_lines(self, fit: Callable[[Workload], RecordedLine]) -> RecordedPhase:

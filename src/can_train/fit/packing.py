@@ -425,7 +425,8 @@ class SplitRules:
 
     safe_limit: float = math.inf  # Largest cost of one micro-batch; infinite without a search
     tuned_limit: float = math.inf  # Cost that was tried and fits; infinite without a search
-    # Gradients of a step's earlier micro-batches, beside which the limits hold, as the cost that takes as much
+    # Gradients of a step's earlier micro-batches, beside which the limits hold, as the cost that takes as much;
+    # infinite: no micro-batch fits beside those of another
     gradient_cost: float = 0.0
     fastest: float = math.inf  # Largest cost of a micro-batch where smaller ones are faster; infinite: they are not
     samples: int = 0  # Largest micro-batch in samples (a fixed one, or a loader batch); 0: any
@@ -464,7 +465,8 @@ class SplitRules:
     @property
     def safe_alone(self) -> float:
         """The cost that the only micro-batch of a step may have beyond the safe limit."""
-        return self.gradient_cost * min(self.safe_limit / max(self.tuned_limit, 1.0), 1.0)
+        share = min(self.safe_limit / max(self.tuned_limit, 1.0), 1.0)
+        return self.gradient_cost * share if share > 0 else 0.0
 
     def is_alone(self, batch: BatchCosts) -> bool:
         """Whether a batch that exceeds the safe limit fits at once, since no gradients are there before it."""

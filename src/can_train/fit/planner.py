@@ -353,8 +353,11 @@ class Planner:
     def _may_be_alone(self) -> bool:
         """Whether gradients are large enough to decide whether a batch fits; the user may give the number of parts."""
         training, rung = self.training, self.explorer.rung
-        is_free = training.splits == 1 and not rung and self.request().mode != "max"
-        return is_free and self.explorer.optimizer_memory().parameter_bytes >= _DECIDES * self.meter.capacity_bytes
+        if training.splits > 1 or rung or self.request().mode == "max":
+            return False
+        # The meter of a device that is not at hand is the largest one's of several.
+        least = 0.0 if isinstance(self.meter, AbsentGpuMeter) else _DECIDES * self.meter.capacity_bytes
+        return self.explorer.optimizer_memory().parameter_bytes >= least
 
     def _without_recomputation(self, error: Exception, left: Sequence[Rung]) -> list[Rung]:
         """Returns the rungs that are left, without recomputation: some module cannot be computed again."""
