@@ -75,9 +75,13 @@ def _stop_all(live: Sequence[RunStatus], locator: RunLocator, records: dict[str,
     """
     jobs = {status.known.run_id: [row.job for row in live_rows(status.facts)] for status in live}
     _cancel([job for own in jobs.values() for job in own], cancel_jobs)
+    for run_id in filter(jobs.get, jobs):
+        records.pop(run_id)
     for status in live:
         run_id = status.known.run_id
-        if not jobs[run_id] and not stop(status.facts):
+        if jobs[run_id]:
+            continue
+        if not stop(status.facts):
             now = locator.status(status.known)
             if now.state.live:
                 raise RunError("No job and no process of the run was found", value=str(now.state),
