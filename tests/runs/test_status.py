@@ -88,6 +88,14 @@ def test_a_path_outside_any_run_is_no_name_of_one(runs: Runs, tmp_path: Path) ->
         find_run(runs.known(), str(tmp_path / "nowhere"))
 
 
+def test_a_run_that_the_registry_does_not_know_was_made_when_its_first_attempt_began(runs: Runs) -> None:
+    path = runs.add(1, RESULT, entered=False)
+    # The name has the local time of another machine.
+    begin(path, start_time="2026-01-01T09:00:00+09:00")
+    (known,) = runs.known()
+    assert known.record.time == "2026-01-01T00:00:00.000000+00:00"
+
+
 def test_a_folder_that_nobody_knows_is_a_run_too(runs: Runs, tmp_path: Path) -> None:
     path = runs.add(1, RESULT, entered=False)
     elsewhere = tmp_path / "elsewhere" / "copy"

@@ -445,15 +445,20 @@ def _run_folder(name: str) -> Path | None:
 
 
 def _unregistered(path: Path) -> KnownRun:
-    run_id = path.name
+    run_id, copied = path.name, _read_copy(path)
     time, key = split_run_id(run_id)
-    # A renamed folder has no time in its name.
-    created = time or datetime.fromtimestamp((path / CONFIG).stat().st_mtime)
-    record = RunRecord(run_id=run_id, path=str(path.resolve()), key=key, time=records.utc_text(created.astimezone()))
-    copied = _read_copy(path)
     if copied is not None:
-        record = replace(record, key=copied.key, time=copied.made, sweep=copied.sweep, label=copied.label)
-    return KnownRun(record=record, path=str(path), copied=copied)
+        record = RunRecord(run_id=run_id, path=str(path.resolve()), key=copied.key, time=copied.made,
+                           sweep=copied.sweep, label=copied.label)  # fmt: skip
+        return KnownRun(record=record, path=str(path), copied=copied)
+    began: list[records.AttemptStart] = []
+    with suppress(OSError):
+        began = RunFolder(path).attempts.starts()
+    # A name has the local time of where the run was made; a renamed folder has none.
+    created = datetime.fromisoformat(began[0].start_time) if began else time
+    created = created or datetime.fromtimestamp((path / CONFIG).stat().st_mtime)
+    record = RunRecord(run_id=run_id, path=str(path.resolve()), key=key, time=records.utc_text(created.astimezone()))
+    return KnownRun(record=record, path=str(path))
 
 
 def _read_copy(path: Path) -> CopyRecord | None:
