@@ -344,7 +344,8 @@ class Planner:
         explorer.alone = True
         with suppress(DoesNotFitError):
             made = plan()
-            if made.phase_plan.most_parts == 1:
+            # Batches are left whole on these limits, also those that do not fit.
+            if made.phase_plan.largest_cost <= made.phase_plan.rules.safe_limit * (1 + ROUNDING):
                 return made
         explorer.alone = False
         raise in_parts
