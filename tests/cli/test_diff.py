@@ -132,7 +132,7 @@ def test_a_training_that_fits_on_a_further_rung_alone_is_told_and_is_an_error(
     change(repository, layers, "*[nn.Linear(256, 256) for _ in range(WIDTH)], nn.Linear(256, 2)")
     code = (repository / "sums.py").read_text()
     (repository / "sums.py").write_text(code.replace("40_000", "8"))
-    (repository / "deep.py").write_text(code.replace("40_000", "14"))
+    (repository / "deep.py").write_text(code.replace("40_000", "16"))
     deep = LINE.replace("sums", "deep")
     lines = (LINE, deep, "--target-gpu", "sim:16MiB")
     assert main(("diff", *lines, "--fail-above", "1000%")) == GREW
