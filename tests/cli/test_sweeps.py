@@ -1,6 +1,7 @@
 """A sweep is named where a run is: its states, failures by cause and node, its logs, and its runs one and all."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,19 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
             end_on(path, "failed", "n1", message)
         (path / "log.txt").write_text(f"line of {number}\n\x1b]0;x\x07{message}\n")
     return runs
+
+
+def trained_lines(monkeypatch: pytest.MonkeyPatch, statuses: Sequence[int]) -> list[list[str]]:
+    """The lines that `resume` trains in child processes, which end with these statuses; 130: a person stops them."""
+    lines, left = list[list[str]](), [*statuses]
+
+    def train(line: list[str], _output: object) -> tuple[int, bool]:
+        lines.append(line)
+        status = left.pop(0)
+        return status, status == 130
+
+    monkeypatch.setattr("can_train.slurm.submit.run_line", train)
+    return lines
 
 
 def end_on(path: Path, ending: str, host: str, message: str) -> None:
@@ -98,14 +112,7 @@ def test_runs_without_a_job_go_on_here_one_after_another(
     code: int,
     trained: int,
 ) -> None:
-    lines, left = [], [*statuses]
-
-    def train(line: list[str], output: object) -> tuple[int, bool]:
-        lines.append(line)
-        status = left.pop(0)
-        return status, status == 130
-
-    monkeypatch.setattr("can_train.slurm.submit.run_line", train)
+    lines = trained_lines(monkeypatch, statuses)
     assert main(("resume", SWEEP, "--all-failed", *sweep.flags)) == code
     assert "Run 1 of 4: 20260101-000001-synthetic_gat_student_normal-0001 lr=0.1\n" in capsys.readouterr().err
     assert [Path(line[1]).name[-1] for line in lines] == [*"1234"][:trained]
@@ -126,13 +133,7 @@ def test_runs_that_diverged_are_left_out_since_they_would_again(
         record = AttemptEnd(attempt=1, ending="failed", message="The loss is not finite any more",
                             details={"lower_lr": 0.001}, time=at(40), host="n1")  # fmt: skip
         write(path, "0001-ended.json", vars(record))
-    lines: list[list[str]] = []
-
-    def train(line: list[str], _output: object) -> tuple[int, bool]:
-        lines.append(line)
-        return 0, False
-
-    monkeypatch.setattr("can_train.slurm.submit.run_line", train)
+    lines = trained_lines(monkeypatch, [0] * 4)
     shown = said(capsys, "status", SWEEP, *sweep.flags)
     assert (f"can-train resume {SWEEP} --all-failed" in shown) is bool(trained)
     remedy = f"can-train resubmit {next(sweep.runs_dir.glob('*-0001'))} --lr 0.001"
@@ -145,13 +146,7 @@ def test_runs_that_diverged_are_left_out_since_they_would_again(
 def test_a_run_that_another_person_has_closed_is_left_out_and_the_others_go_on(
     sweep: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines: list[list[str]] = []
-
-    def train(line: list[str], _output: object) -> tuple[int, bool]:
-        lines.append(line)
-        return 0, False
-
-    monkeypatch.setattr("can_train.slurm.submit.run_line", train)
+    lines = trained_lines(monkeypatch, [0] * 4)
     closed = next(sweep.runs_dir.glob("*-0001"))
     close(closed, monkeypatch)
     assert main(("resume", SWEEP, "--all-failed", *sweep.flags)) == 0

@@ -216,7 +216,7 @@ def fit_by_probes(
         agreed = largest > smallest and lies_on_line and cost >= min(bounds.line_shows, wanted)
         # The first round shows a line alone where it is large, with more batches than the line has coefficients.
         is_enough = not is_first or (bounds.first_round > 1 and len(readings) > len(features) + 1)
-        is_full = largest > PROBE_SHARE * bounds.capacity_bytes
+        is_full = largest > PROBE_SHARE * capacity_bytes
         if not complete or (is_enough and (agreed or covers or is_full)):
             break
         is_last = multiple >= ROUNDS[-1] or not bounds.has_time()

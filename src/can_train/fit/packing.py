@@ -426,7 +426,7 @@ class SplitRules:
     safe_limit: float = math.inf  # Largest cost of one micro-batch; infinite without a search
     tuned_limit: float = math.inf  # Cost that was tried and fits; infinite without a search
     # Gradients of a step's earlier micro-batches, beside which the limits hold, as the cost that takes as much;
-    # infinite: no micro-batch fits beside those of another
+    # infinite: no micro-batch fits beside the gradients of another one
     gradient_cost: float = 0.0
     fastest: float = math.inf  # Largest cost of a micro-batch where smaller ones are faster; infinite: they are not
     samples: int = 0  # Largest micro-batch in samples (a fixed one, or a loader batch); 0: any

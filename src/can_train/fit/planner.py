@@ -337,8 +337,7 @@ class Planner:
         except DoesNotFitError as error:
             if not self._may_be_alone or error.rule.startswith((MODEL_MUST_FIT, _VALIDATION_MUST_FIT)):
                 raise
-            # The frames of its traceback hold tensors, which the next trial has no room for.
-            error.__traceback__ = error.__context__ = None
+            forget_frames(error)
             in_parts = error
         self.meter.release()
         explorer.alone = True
@@ -354,7 +353,7 @@ class Planner:
     def _may_be_alone(self) -> bool:
         """Whether gradients are large enough to decide whether a batch fits; the user may give the number of parts."""
         training, rung = self.training, self.explorer.rung
-        if training.splits > 1 or rung or self.request().mode == "max":
+        if training.splits > 1 or rung or training.find_batch_size == "max":
             return False
         # The meter of a device that is not at hand is the largest one's of several.
         least = 0.0 if isinstance(self.meter, AbsentGpuMeter) else _DECIDES * self.meter.capacity_bytes
