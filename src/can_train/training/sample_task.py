@@ -624,7 +624,7 @@ class Task(BatchTask):
     def __count(self, row: int, sample: Any) -> dict[Feature, float]:
         """Counts the features of a sample."""
         with self.asked(f"features of {self.describe(row)}"):
-            counts = self.features(sample)
+            counts = _lengths(sample) if type(self).features is Task.features else self.features(sample)
         counts = checked_counts(f"{type(self).__name__}.features", counts, self.describe(row))
         return {_feature(kind): number for kind, number in counts.items()}
 
