@@ -633,6 +633,7 @@ def _compose(composition: _Composition) -> DictConfig:
     return config
 
 
+@lru_cache(maxsize=64)
 def _checked_schema(cls: type) -> Any:
     """Returns the schema of a settings class; raises ConfigError for a default that does not fit its type."""
     try:
