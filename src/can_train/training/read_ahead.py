@@ -50,6 +50,7 @@ _SHARED_SHARE: Final = 0.8  # Of the free shared memory
 _IN_PIPE_BYTES: Final = 2**16  # A larger chunk goes through shared memory
 _ALIGNMENT: Final = 64
 _END_S: Final = 5.0  # Longest wait for a worker that was killed
+_LOOK_S: Final = 1.0  # Without a sample from any worker, until it is looked whether all are alive
 _PATIENCE_S: Final = 60.0  # Without a sample from any worker, until that is said
 _WAITING: Final = (
     "The processes that read samples have given none for {seconds:g} s; {sample} is waited for. A file system that "
@@ -279,7 +280,7 @@ class Readers(ABC):
                 num_workers=self._shape.workers, prefetch_factor=self._shape.chunks_ahead,
                 # The loader draws a seed of its own, which must not change the run's random numbers.
                 generator=torch.Generator(), worker_init_fn=partial(_begin_worker, os.getpid()),
-                multiprocessing_context="fork" if hasattr(os, "fork") else None, timeout=_PATIENCE_S,
+                multiprocessing_context="fork" if hasattr(os, "fork") else None, timeout=min(_LOOK_S, _PATIENCE_S),
             )  # fmt: skip
             try:
                 self._results = iter(loader)
@@ -304,13 +305,14 @@ class Readers(ABC):
 
     def _receive(self) -> list[Any]:
         """Returns the samples of the next chunk, some of them errors; says once where they take long."""
+        since = time.monotonic()
         while True:
             try:
                 return _unpack(next(self._results))
             except RuntimeError as error:
                 if "timed out" not in str(error) or not all(worker.is_alive() for worker in self._workers):
                     raise self._gone() from error
-                if not self._is_told:
+                if not self._is_told and time.monotonic() - since >= _PATIENCE_S:
                     warnings.warn(_WAITING.format(seconds=_PATIENCE_S, sample=self._awaited()), stacklevel=2)
                     self._is_told = True
 
