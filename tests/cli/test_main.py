@@ -166,7 +166,8 @@ def test_a_dry_run_prints_the_configuration_and_what_the_plan_rests_on_where_tha
 
 def test_a_dry_run_leaves_nothing_of_the_libraries_in_the_temporary_folder(tmp_path: Path) -> None:
     # In a process of its own: a library that has written once does not write again.
-    line = [sys.executable, "-m", "can_train", *TRAIN, "--device", "cpu", "--dry-run", "--state-dir", str(tmp_path)]
+    line = [sys.executable, "-m", "can_train", *TRAIN, "--device", "cpu", "--dry-run", "--state-dir", str(tmp_path),
+            "--set", "dataset.synthetic.seconds=5"]  # fmt: skip
     subprocess.run(line, env={**os.environ, "TMPDIR": str(tmp_path)}, cwd=tmp_path, check=True, capture_output=True)
     assert list(tmp_path.iterdir()) == []
 
@@ -174,7 +175,7 @@ def test_a_dry_run_leaves_nothing_of_the_libraries_in_the_temporary_folder(tmp_p
 def test_lists_make_one_run_of_each_combination(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     datasets = "synthetic,synthetic_large"
     line = ("--model", "gat,vgae", "--size", "student", "--dataset", datasets, "--state-dir", str(tmp_path))
-    assert main((*line, "--dry-run")) == 0
+    assert main((*line, "--set", "dataset.synthetic.seconds=5", "--dry-run")) == 0
     keys = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("synthetic_")]
     assert keys == [
         "synthetic_gat_student_normal", "synthetic_large_gat_student_normal",

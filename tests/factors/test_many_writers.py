@@ -71,7 +71,7 @@ def writers(state: Path, count: int, each: int) -> Iterator[list[Writer]]:
 
 @pytest.mark.parametrize(
     ("processes", "each", "danger"),
-    [(4, 25, 0.1), pytest.param(64, 300, 0.03, marks=pytest.mark.slow)],
+    [(4, 25, 0.1), pytest.param(32, 120, 0.03, marks=pytest.mark.slow)],
     ids=["small", "full"],
 )
 def test_nothing_that_was_acknowledged_is_lost_when_writers_are_killed(

@@ -45,9 +45,15 @@ def write_events(path: Path, counts: Any, *, width: int = 4, bad: int | None = N
         with h5py.File(path, "w") as file:
             file["primaries"], file["muons"], file["counts"] = of_primary, muons, counts
         return path
-    lists = [each.tolist() for each in np.split(muons, np.cumsum(counts)[:-1])]
-    kinds = {"primary": polars.List(polars.Float64), "muons": polars.List(polars.List(polars.Float64))}
-    frame = polars.DataFrame({"primary": of_primary.tolist(), "muons": lists}, schema=kinds)
+    row = polars.List(polars.Float64)
+    events = polars.DataFrame({"event": np.arange(len(counts)), "primary": polars.Series(of_primary).cast(row)})
+    of_muons = polars.DataFrame(
+        {"event": np.repeat(np.arange(len(counts)), counts), "muons": polars.Series(muons).cast(row)}
+    )
+    lists = of_muons.group_by("event", maintain_order=True).agg("muons")
+    frame = events.join(lists, on="event", how="left", maintain_order="left").select(
+        "primary", polars.col("muons").fill_null([])
+    )
     frame.write_parquet(path, row_group_size=4000)
     return path
 

@@ -131,7 +131,7 @@ def mean_of(windows: list[dict[str, float]]) -> dict[str, float]:
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(logs(), st.sampled_from([2, WINDOW, 7]))
 def test_behaviour_is_that_of_the_definitions(frames: Frames, stride: int) -> None:
     block, nodes = built(frames, stride), reference(frames, stride)
@@ -147,7 +147,7 @@ def test_behaviour_is_that_of_the_definitions(frames: Frames, stride: int) -> No
             assert block.past[index, column] == pytest.approx(past[name], abs=8 * QUANTUM, rel=1e-5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(logs(), st.data())
 def test_behaviour_does_not_depend_on_the_portions_a_log_comes_in(frames: Frames, data: st.DataObject) -> None:
     cuts = data.draw(st.lists(st.integers(0, len(frames)), max_size=4).map(sorted))
@@ -174,7 +174,7 @@ def _regular_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_regular_soon")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(logs(), st.sampled_from([2, WINDOW, 7]), st.data())
 def test_regular_ids_that_a_window_lacks_are_absent_for_as_long_as_they_are_silent(
     frames: Frames, stride: int, data: st.DataObject
