@@ -239,7 +239,13 @@ def test_a_sample_that_calls_exit_does_not_end_a_run_well(
         trained(tmp_path, failing(partial(sys.exit, 0)), workers)
 
 
-@pytest.mark.slow
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Says for an hour nothing about samples that do not come: a worker that has ended must be noticed before."""
+    monkeypatch.setattr(read_ahead, "_PATIENCE_S", 3600.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_worker_that_is_killed_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(DoesNotFitError) as raised:
         trained(tmp_path, failing(lambda: kill(signal.SIGKILL)), 2, epochs=2)
@@ -253,7 +259,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_a_checkpoint(tmp_path: Path) 
     assert running_children() == []
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("patient")
 def test_a_worker_that_crashes_is_told_with_its_signal(tmp_path: Path) -> None:
     with pytest.raises(FailedRunError, match="has crashed: SIGSEGV"):
         trained(tmp_path, failing(lambda: kill(signal.SIGSEGV)), 2)
