@@ -241,7 +241,7 @@ def test_a_sample_that_calls_exit_does_not_end_a_run_well(
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Says for an hour nothing about samples that do not come: a worker that has ended must be noticed before."""
+    """Waits an hour before slow samples are told, so that a worker that has ended must be noticed by itself."""
     monkeypatch.setattr(read_ahead, "_PATIENCE_S", 3600.0)
 
 

@@ -620,7 +620,7 @@ def _compose(composition: _Composition) -> DictConfig:
                 plain = OmegaConf.to_container(preset) if OmegaConf.is_config(preset) else preset or {}
                 if not isinstance(plain, dict):
                     raise ValueError(f"{group}: a preset must have a setting on each line")
-                merged = OmegaConf.merge(OmegaConf.structured(_schema(classes[group])), plain)
+                merged = OmegaConf.merge(OmegaConf.structured(_checked_schema(classes[group])), plain)
                 OmegaConf.update(config, group, merged, merge=False)
         # References to other values and to the environment are read now.
         OmegaConf.to_container(config, resolve=True)

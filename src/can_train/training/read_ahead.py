@@ -50,7 +50,7 @@ _SHARED_SHARE: Final = 0.8  # Of the free shared memory
 _IN_PIPE_BYTES: Final = 2**16  # A larger chunk goes through shared memory
 _ALIGNMENT: Final = 64
 _END_S: Final = 5.0  # Longest wait for a worker that was killed
-_LOOK_S: Final = 1.0  # Without a sample from any worker, until it is looked whether all are alive
+_LOOK_S: Final = 1.0  # Without a sample from any worker, until the workers are checked to be alive
 _PATIENCE_S: Final = 60.0  # Without a sample from any worker, until that is said
 _WAITING: Final = (
     "The processes that read samples have given none for {seconds:g} s; {sample} is waited for. A file system that "
@@ -280,7 +280,7 @@ class Readers(ABC):
                 num_workers=self._shape.workers, prefetch_factor=self._shape.chunks_ahead,
                 # The loader draws a seed of its own, which must not change the run's random numbers.
                 generator=torch.Generator(), worker_init_fn=partial(_begin_worker, os.getpid()),
-                multiprocessing_context="fork" if hasattr(os, "fork") else None, timeout=min(_LOOK_S, _PATIENCE_S),
+                multiprocessing_context="fork" if hasattr(os, "fork") else None, timeout=_LOOK_S,
             )  # fmt: skip
             try:
                 self._results = iter(loader)
