@@ -20,7 +20,7 @@ from can_train import LoopSettings, MicroBatchCallback
 from fakes.lightning_warnings import QUIET_LIGHTNING
 
 CLASSES, SAMPLES = 3, 40
-LOGGED = ("mean", "sum", "sum of means")
+LOGGED = ("mean", "sum", "sum of means", "hits")
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 pytestmark = [pytest.mark.slow, QUIET_LIGHTNING]
@@ -88,6 +88,7 @@ def keeping_module(lightning: Any) -> Any:
             self.log("mean", value)
             self.log("sum", value * len(y))
             self.log("sum of means", value, reduce_fx="sum")
+            self.log("hits", (of_class == y.numpy()).sum(), reduce_fx="sum")
             return loss
 
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -421,3 +422,101 @@ def test_a_part_begins_with_its_rows_of_the_state_that_the_batch_before_has_left
         run(trainer, "fit", module, data(8))
         weights.append(torch.cat([one.detach().flatten() for one in module.parameters()]))
     torch.testing.assert_close(weights[1], weights[0], **CLOSE)
+
+
+def metric_module(lightning: Any, most: int, *, is_manual: bool = False) -> Any:
+    """A module that gives numbers, rows and both to metrics; more than `most` samples do not fit."""
+    from torchmetrics import MaxMetric, MeanMetric, SumMetric
+    from torchmetrics.classification import MulticlassAccuracy
+    from torchmetrics.wrappers import MinMaxMetric, Running
+
+    class Measured(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.automatic_optimization = not is_manual
+            self.layer = nn.Linear(6, CLASSES).double()
+            self.metrics = nn.ModuleDict({
+                "mean": MeanMetric(), "sum": SumMetric(), "largest mean": MaxMetric(), "largest": MaxMetric(),
+                "weighted": MeanMetric(), "samples": SumMetric(), "of rows": MeanMetric(), "each": SumMetric(),
+                "by class": MeanMetric(), "root": MeanMetric(), "running": Running(MeanMetric(), window=2),
+                "range": MinMaxMetric(MeanMetric()), "accuracy": MulticlassAccuracy(CLASSES, average="micro"),
+            }).double()  # fmt: skip
+
+        def measure(self, x: Tensor, y: Tensor) -> Tensor:
+            logits = self.layer(x)
+            losses = F.cross_entropy(logits, y, reduction="none")
+            loss, metrics = losses.mean(), self.metrics
+            metrics["mean"](loss)
+            metrics["sum"].update(value=loss.item())
+            metrics["largest mean"](np.float32(loss.item()))
+            metrics["largest"](losses.max())
+            metrics["weighted"](loss, weight=len(y))
+            metrics["samples"](len(y))
+            metrics["of rows"](losses)
+            for own in losses:
+                metrics["each"].update(own)
+            metrics["by class"].update(logits.mean(0))
+            metrics["root"].update(loss.sqrt())
+            metrics["running"](loss)
+            metrics["range"].update(loss)
+            metrics["accuracy"](logits, y)
+            for name in ("mean", "largest mean", "weighted", "accuracy"):
+                self.log(name, metrics[name], on_step=True, on_epoch=True)
+            if len(y) > most:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return loss
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = self.measure(*batch)
+            if is_manual:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+                self.metrics["mean"](loss)
+            return loss
+
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.measure(*batch)
+
+        def on_train_epoch_end(self) -> None:
+            self.counted = {name: (metric.compute(), metric._update_count) for name, metric in self.metrics.items()}
+
+        on_validation_epoch_end = on_train_epoch_end
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Measured()
+
+
+@pytest.mark.filterwarnings("ignore:.*`forward`.*:UserWarning")
+@pytest.mark.parametrize("how", ["training", "validation", "manual"])
+def test_metrics_that_are_given_numbers_of_a_batch_have_those_of_whole_batches(
+    lightning: ModuleType, tmp_path: Path, how: str
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(26, 6, generator=generator).double(), torch.randint(0, CLASSES, (26,), generator=generator)
+    loader = DataLoader(TensorDataset(x, y), batch_size=8)
+    results: list[Any] = []
+    for most, callbacks in ((99, []), (3, [MicroBatchCallback(LoopSettings(learn=False))])):
+        module = metric_module(lightning, most, is_manual=how == "manual")
+        trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+                                    enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
+                                    default_root_dir=tmp_path)  # fmt: skip
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if how == "validation":
+                trainer.validate(module, loader, verbose=False)
+            else:
+                trainer.fit(module, loader)
+        told = [str(one.message) for one in caught if "of a batch that is split" in str(one.message).lower()]
+        results.append((module.counted, dict(trainer.callback_metrics)))
+    # The root of a mean is none of its parts' roots.
+    assert len(told) == 1
+    assert told[0].endswith("are means of its parts' values, and not the whole batch's: 'root'.")
+    root, root_in_parts = (counted.pop("root") for counted, _ in results)
+    assert abs(root[0] - root_in_parts[0]) < 0.1
+    assert root[1] == root_in_parts[1]
+    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-6)

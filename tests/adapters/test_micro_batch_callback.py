@@ -762,3 +762,39 @@ def test_a_step_that_changes_its_batch_in_place_is_not_computed_again(lightning:
 
     with pytest.raises(DoesNotFitError, match="a step that cannot be undone: it has changed its batch in place"):
         fit(lightning, tmp_path, Changing(), MicroBatchCallback(LoopSettings(learn=False)))
+
+
+def test_a_callback_that_is_used_again_forgets_why_the_batches_of_another_module_were_not_split(
+    lightning: ModuleType, tmp_path: Path
+) -> None:
+    class Adversarial(type(network(lightning))):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(F.cross_entropy(self.layers(batch[0]), batch[1]))
+                optimizer.step()
+
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.layers(batch[0])
+
+        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+            return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+    class Evaluated(type(network(lightning))):  # type: ignore[misc]
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.log("loss", F.cross_entropy(self.layers(batch[0]), batch[1]))
+            if len(batch[0]) > 6:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    callback = MicroBatchCallback(LoopSettings(learn=False))
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    quiet |= {"enable_checkpointing": False, "num_sanity_val_steps": 0}
+    for module in (Adversarial(), Evaluated()):
+        trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, callbacks=[callback], default_root_dir=tmp_path,
+                                    **quiet)  # fmt: skip
+        trainer.fit(module, data(13), data(13))
+    assert trainer.callback_metrics["loss"] > 0

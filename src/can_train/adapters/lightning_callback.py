@@ -149,7 +149,9 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
         self._patches.close()
         if self.loop is not None:
             self.loop.close(outcome)
-        self.loop = None
+        self.loop, self._backward_calls = None, 0
+        # Another training may be of another module.
+        self._whole.clear()
 
     def _loop_of(self, trainer: Any, pl_module: Any) -> FrameworkLoop:
         if self.loop is None:

@@ -8,16 +8,17 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from copy import deepcopy
 from functools import partial
 from importlib import import_module
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from can_train.adapters.part_values import ROW, Combination, Kinds, Part, SplitRefusedError, whole_and_parts
-from can_train.adapters.step_state import replaced, replaced_method
+from can_train.adapters.step_state import Attributes, replaced, replaced_method
 from can_train.errors import DoesNotFitError
 from can_train.fit.rescue import add_to_gradients, fatal_out_of_memory
 
@@ -26,10 +27,14 @@ if TYPE_CHECKING:
 
 _OUTPUT: Final = "output"
 _LOGGED: Final = "logged"
+_UPDATED: Final = "metric"  # First name of the places of values that metrics are given
 OWN_BATCHES: Final = (
     "Cut its batches with MicroBatcher (docs/python.md), take smaller ones, or recompute activations "
     "(torch.utils.checkpoint)"
 )
+
+_MANY: Final = object()  # In place of an argument of a metric that has many rows
+_KEPT_NUMBERS: Final = 4096  # Numbers of the largest argument that is kept
 
 STEPPED: Final = "an optimizer has stepped"
 
@@ -282,7 +287,7 @@ class ManualStep:
             stand_in = replaced_method(self._module, "manual_backward", backward)
             fatal = fatal_out_of_memory(lambda error: self._after_step(loop, error))
             self._computes = loop
-            with suppress(PartComputedError), calls.of(part), stand_in, fatal, self._checked_steps():
+            with calls.of(part), suppress(PartComputedError), stand_in, fatal, self._checked_steps():
                 output = self._native(part.batch, *self._others)
             if self._computes is not None and not backward.calls and self._has_gradient():
                 self.check_gradient()
@@ -433,17 +438,9 @@ class Calls:
         self._module, self._kinds = pl_module, kinds
         self._logged: dict[int, list[tuple[str, _Logged]]] = {}
         self._trials: dict[tuple[int, int], list[tuple[str, _Logged]]] = {}
-        self._metrics: dict[int, dict[str, Any]] = {}  # States that metrics began the batch with
-        self._first_counts: list[int] = []  # Updates of the metrics before the batch
-        self._last_counts: list[int] = []  # The same before the last part
+        self._metrics = _MetricUpdates(pl_module, kinds)
         self._sizes: dict[int, int] = {}  # Samples of the parts, by their first samples
         self._rows: dict[int, list[tuple[int, dict[str, Any], tuple[Any, ...], dict[str, Any]]]] = {}  # For loggers
-
-    def _all_metrics(self) -> list[Any]:
-        return [module for module in self._module.modules() if hasattr(module, "_reductions")]
-
-    def _update_counts(self) -> list[int]:
-        return [metric._update_count for metric in self._all_metrics()]
 
     @contextmanager
     def of(self, part: Part) -> Iterator[None]:
@@ -453,18 +450,15 @@ class Calls:
             self._trials[part.start, part.stop] = calls
         else:
             self._logged[part.start] = calls
-        if not self._metrics:
-            self._metrics = {id(metric): _states_of(metric) for metric in self._all_metrics()}
-            self._first_counts = self._update_counts()
         if not part.is_trial:
-            self._last_counts = self._update_counts()
             self._rows[part.start], self._sizes[part.start] = [], part_size(part)
 
         def log(name: str, value: Any, *arguments: Any, **options: Any) -> None:
-            calls.append((name, (part, value.detach() if isinstance(value, Tensor) else value, arguments, options)))
+            calls.append((name, (part, _number_of(value), arguments, options)))
 
         with ExitStack() as stack:
             stack.enter_context(replaced_method(self._module, "log", log))
+            stack.enter_context(self._metrics.of(part))
             for number, logger in enumerate(self._module.trainer.loggers):
                 stack.enter_context(replaced(logger, "log_metrics", partial(self._log_metrics, part, number)))
             yield
@@ -484,7 +478,7 @@ class Calls:
         the last part, and of the batch, where a step goes on after its backward pass for the last part alone. Returns
         the names of values that are of the last part.
         """
-        partial_names = []
+        partial_names = self._metrics.join(weights, self._sizes, total)
         by_call = defaultdict[tuple[str, int], list[tuple[float, _Logged]]](list)
         for start, weight in weights.items():
             for key, (_, logged) in zip(_keys(self._logged[start]), self._logged[start], strict=True):
@@ -501,9 +495,7 @@ class Calls:
                 options = {**options, "batch_size": self._batch_size(entries, weights)}
             self._module.log(key[0], value, *arguments, **options)
         self._write_rows(weights)
-        for metric, first, last in zip(self._all_metrics(), self._first_counts, self._last_counts, strict=True):
-            # A batch is one update, in however many parts.
-            metric._update_count -= last - first
+        self._metrics.count_once()
         return partial_names
 
     def _batch_size(self, entries: Sequence[tuple[float, _Logged]], weights: Mapping[int, float]) -> Any:
@@ -530,8 +522,7 @@ class Calls:
         if isinstance(values[-1], Tensor | float | int):
             combination = Combination(sizes, [weight for weight, _ in entries], self._kinds)
             return _reduced(options.get("reduce_fx", "mean"), values, combination, (_LOGGED, key))
-        if id(values[-1]) in self._metrics:
-            _set_batch_value(values[-1], self._metrics[id(values[-1])])
+        self._metrics.set_batch_value(values[-1])
         return values[-1]
 
 
@@ -551,29 +542,173 @@ def part_size(part: Part) -> int:
     return part.stop - part.start
 
 
+def _number_of(value: Any) -> Any:
+    """Returns a value without its graph; NumPy's numbers behave as Python's do."""
+    if isinstance(value, np.generic):
+        return value.item()
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+_Update = tuple[str, tuple[Any, ...], dict[str, Any]]  # A call of a metric: `forward` or `update`, arguments, options
+
+
+class _MetricUpdates:
+    """Updates of torchmetrics' metrics by the parts of a batch.
+
+    A metric that is given rows, such as predictions and labels, is updated once a part: its states add up. One that is
+    given numbers of the batch, such as the mean of its losses, is updated once, with the numbers of the whole batch.
+    """
+
+    def __init__(self, pl_module: nn.Module, kinds: Kinds) -> None:
+        self._module, self._kinds = pl_module, kinds
+        self._metrics: dict[str, Any] = {}  # By the names of the modules
+        self._before: dict[int, tuple[Attributes, dict[str, Any]]] = {}  # As metrics began the batch, and their states
+        self._last_counts: dict[int, int] = {}  # Updates of the metrics before the last part
+        self._by_start: dict[int, dict[str, list[_Update]]] = {}  # Of each part, by its first sample
+        self._trials: dict[tuple[int, int], dict[str, list[_Update]]] = {}
+        self._is_inside = False  # Whether a metric runs, which may update others
+        self._joined: set[int] = set()  # Metrics whose updates are those of the whole batch
+
+    @contextmanager
+    def of(self, part: Part) -> Iterator[None]:
+        """Opens the span of a part."""
+        if not self._before:
+            named = self._module.named_modules()
+            self._metrics = {name: module for name, module in named if hasattr(module, "_reductions")}
+            self._before = {id(one): (Attributes(one), _states_of(one)) for one in self._metrics.values()}
+        updates = defaultdict[str, list[_Update]](list)
+        if part.is_trial:
+            self._trials[part.start, part.stop] = updates
+        else:
+            self._by_start[part.start] = updates
+            self._last_counts = {id(metric): metric._update_count for metric in self._metrics.values()}
+        with ExitStack() as stack:
+            for name, metric in self._metrics.items():
+                noted = partial(self._note, updates[name], "forward", metric.forward)
+                stack.enter_context(replaced_method(metric, "forward", noted))
+                # Which torchmetrics wraps in each object.
+                noted = partial(self._note, updates[name], "update", metric.update)
+                stack.enter_context(replaced(metric, "update", noted))
+            yield
+        if part.is_trial and (spans := whole_and_parts(self._trials)):
+            sizes = [stop - start for start, stop in spans[1:]]
+            for name in self._metrics:
+                whole, *parts = ([_numbers_in(update) for update in self._trials[span][name]] for span in spans)
+                self._kinds.learn_entries((_UPDATED, *name.split(".")), whole, parts, sizes)
+
+    def _note(
+        self, updates: list[_Update], name: str, native: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> Any:
+        if self._is_inside:
+            return native(*arguments, **options)
+        self._is_inside = True
+        try:
+            result = native(*arguments, **options)
+        finally:
+            self._is_inside = False
+        updates.append((name, tuple(map(_noted, arguments)), {key: _noted(value) for key, value in options.items()}))
+        return result
+
+    def join(
+        self, weights: Mapping[int, float], sizes: Mapping[int, int], total: tuple[Tensor, Tensor] | None
+    ) -> list[str]:
+        """Updates metrics once that were given numbers of the batch. `weights` and `sizes` have the parts' weights and
+        samples, by their first samples; for `total` see `Calls.write`. Returns the names of metrics that have the last
+        part's numbers.
+        """
+        partial_names = []
+        for name, metric in self._metrics.items() if len(weights) > 1 else ():
+            of_parts = [self._by_start[start][name] for start in weights]
+            last, place = of_parts[-1], (_UPDATED, *name.split("."))
+            if not any(of_parts) or not all(self._are_of_batch(updates, place) for updates in of_parts):
+                continue
+            # The end of a manual step runs for the last part alone.
+            common = len(last) if total is None else len(of_parts[0])
+            entries = [[_numbers_in(update) for update in updates[:common]] for updates in of_parts]
+            combination = Combination([sizes[start] for start in weights], list(weights.values()), self._kinds)
+            numbers = combination.entries(entries, place)
+            if len(numbers) != common:
+                # Each part has updates of its own samples.
+                self._joined.add(id(metric))
+                continue
+            of_last = [_numbers_in(update) for update in last[common:]]
+            numbers += (of_batch := [with_total(own, total) for own in of_last])
+            if any(new[key] is value for new, own in zip(of_batch, of_last, strict=True) for key, value in own.items()):
+                partial_names.append(name)
+            self._update_again(metric, last, numbers)
+        return partial_names
+
+    def _are_of_batch(self, updates: Sequence[_Update], place: tuple[Any, ...]) -> bool:
+        """Tells whether a metric was given numbers, and nothing that may have rows."""
+        for position, update in enumerate(updates):
+            _, arguments, options = update
+            constants = [value for value in (*arguments, *options.values()) if not _is_number(value)]
+            numbers = _numbers_in(update)
+            if not numbers or not all(isinstance(value, bool | str | NoneType) for value in constants):
+                return False
+            for key, value in numbers.items():
+                if isinstance(value, Tensor) and value.dim() and not self._kinds.is_of_batch((*place, position, key)):
+                    return False
+        return True
+
+    def _update_again(self, metric: Any, updates: Sequence[_Update], numbers: Sequence[Mapping[Any, Any]]) -> None:
+        """Updates a metric with the numbers of the whole batch, in place of its parts' updates."""
+        for module in metric.modules():
+            if id(module) in self._before:
+                self._before[id(module)][0].restore()
+                self._joined.add(id(module))
+        for (name, arguments, options), own in zip(updates, numbers, strict=True):
+            given = [own.get(position, value) for position, value in enumerate(arguments)]
+            getattr(metric, name)(*given, **{key: own.get(key, value) for key, value in options.items()})
+
+    def count_once(self) -> None:
+        """Counts the updates of the batch's parts as one: a batch is one update, in however many parts."""
+        for metric in self._metrics.values():
+            if id(metric) not in self._joined:
+                first = self._before[id(metric)][0].values["_update_count"]
+                metric._update_count -= self._last_counts[id(metric)] - first
+
+    def set_batch_value(self, metric: Any) -> None:
+        """Gives a metric that is logged the value of the whole batch in place of the last part's, where its states add
+        up or are lists.
+        """
+        if id(metric) not in self._before or id(metric) in self._joined or metric._forward_cache is None:
+            return
+        before, whole = self._before[id(metric)][1], Attributes(metric)
+        states = {name: getattr(metric, name) for name in metric._reductions}
+        sums = {name for name, reduction in metric._reductions.items()
+                if getattr(reduction, "__name__", "") == "dim_zero_sum"}  # fmt: skip
+        if not states or not all(name in sums or isinstance(state, list) for name, state in states.items()):
+            return
+        for name, state in states.items():
+            setattr(metric, name, state[len(before[name]) :] if isinstance(state, list) else state - before[name])
+        metric._computed, metric._to_sync, metric._update_count = None, False, 1
+        of_batch = metric.compute()
+        whole.restore()
+        metric._forward_cache = of_batch
+
+
 def _states_of(metric: Any) -> dict[str, Any]:
     """Copies the states of one of torchmetrics' metrics."""
     states = {name: getattr(metric, name) for name in metric._reductions}
     return {name: list(value) if isinstance(value, list) else value.clone() for name, value in states.items()}
 
 
-def _set_batch_value(metric: Any, before: Mapping[str, Any]) -> None:
-    """Gives a metric the value of the whole batch in place of the last part's, where its states add up or are
-    lists.
-    """
-    if metric._forward_cache is None:
-        return
-    batch = deepcopy(metric)
-    for name, reduction in metric._reductions.items():
-        state = getattr(metric, name)
-        if isinstance(state, list):
-            setattr(batch, name, state[len(before[name]) :])
-        elif getattr(reduction, "__name__", "") == "dim_zero_sum":
-            setattr(batch, name, state - before[name])
-        else:
-            return
-    batch._computed, batch._to_sync, batch._update_count = None, False, 1
-    metric._forward_cache = batch.compute()
+def _noted(value: Any) -> Any:
+    """Returns an argument of a metric without its graph. Rows of many samples are not kept, since few metrics do."""
+    value = _number_of(value)
+    return _MANY if isinstance(value, Tensor) and value.numel() > _KEPT_NUMBERS else value
+
+
+def _numbers_in(update: _Update) -> dict[Any, Any]:
+    """Returns the numbers and tensors among the arguments of a metric, by position or name."""
+    _, arguments, options = update
+    given: dict[Any, Any] = {**dict(enumerate(arguments)), **options}
+    return {key: value for key, value in given.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor | int | float) and not isinstance(value, bool)
 
 
 def _reduced(how: Any, values: Sequence[Any], combination: Combination, place: tuple[Any, ...]) -> Any:

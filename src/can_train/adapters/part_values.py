@@ -180,6 +180,10 @@ class Kinds:
         peers = [kinds for other, kinds in self.by_place.items() if other[:-1] == place[:-1]]
         return tuple(kind for kind in peers[0] if all(kind in kinds for kinds in peers)) or None if peers else None
 
+    def is_of_batch(self, place: Place) -> bool:
+        """Tells whether a tensor is known to describe a batch as a whole, and to have no rows of its samples."""
+        return self.by_place.get(place, (_ROWS,)) not in ((_ROWS,), (_APART,))
+
     def learn_entries(
         self, place: Place, whole: Sequence[Any], parts: Sequence[Sequence[Any]], sizes: Sequence[int]
     ) -> None:
