@@ -798,3 +798,29 @@ def test_a_callback_that_is_used_again_forgets_why_the_batches_of_another_module
                                     **quiet)  # fmt: skip
         trainer.fit(module, data(13), data(13))
     assert trainer.callback_metrics["loss"] > 0
+
+
+@pytest.mark.parametrize("accumulated", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_accumulated_gradients_and_state_that_an_optimizer_makes_late_are_no_leak(
+    lightning: ModuleType, tmp_path: Path, optimizer: type[torch.optim.Optimizer], accumulated: int
+) -> None:
+    class Growing(type(network(lightning))):  # type: ignore[misc]
+        """A module whose gradients and state take a tenth of the GPU and more; its eighth batch fits nowhere."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(6, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 3)).double()
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if batch_idx == 7:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return super().training_step(batch, batch_idx)  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer(self.parameters(), lr=0.01)  # type: ignore[call-arg]  # as all of PyTorch's take it
+
+    loader = DataLoader(many().dataset, batch_size=4)
+    with pytest.raises(DoesNotFitError, match="for samples that may not be split further"):
+        fit(lightning, tmp_path, Growing(), on_simulated_gpu(tmp_path, learn=False), data=[loader, loader],
+            accumulate_grad_batches=accumulated)  # fmt: skip

@@ -126,6 +126,6 @@ def test_a_sample_that_does_not_fit_may_be_cut_or_recomputed() -> None:
     found = remedy_of_sample(trainer, "Take a larger device")
     expected = "Give the TrainingArguments activation_checkpointing=True, or give them max_length=256"
     assert found == f"{expected}, or take a larger device"
-    assert remedy_of_sample(trainer, "Take a larger device", trains=False) == (
-        "Choose max_length=256, or take a larger device"
-    )
+    for options in ({"trains": False}, {"recomputes": True}):
+        found = remedy_of_sample(trainer, "Take a larger device", **options)
+        assert found == "Choose max_length=256, or take a larger device"

@@ -240,6 +240,38 @@ def test_where_one_sample_fits_in_a_step_more_are_compared_without_a_backward_pa
     assert sizes[:5] == [1, 8, 3, 5, 8]
 
 
+class TaggerByRoot(Tagger):
+    """A tagger whose loss is divided by the root of the number of tokens in the batch."""
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        root = None if num_items_in_batch is None else num_items_in_batch**0.5
+        return super().loss(logits, labels, root)
+
+
+@pytest.mark.parametrize("kind", [Tagger, TaggerWithoutNumber, TaggerByRoot])
+def test_where_one_sample_fits_at_all_its_loss_shows_whether_it_is_divided_by_the_items_of_the_batch(
+    transformers: ModuleType, tmp_path: Path, kind: type[Tagger]
+) -> None:
+    def run_out(module: nn.Module, inputs: Any, output: Any) -> None:
+        if len(inputs[0]) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+    plain, cut = kind(), kind()
+    trainer_of(transformers, tmp_path, plain).train()
+    trainer = trainer_of(transformers, tmp_path, cut, LoopSettings(learn=False))
+    cut.words.register_forward_hook(run_out)
+    if kind is TaggerByRoot:
+        refused = "its loss depends on num_items_in_batch, but is not divided by it"
+        told = pytest.warns(UserWarning, match=f"Batches are not split: {refused}")
+        with told, pytest.raises(CanTrainError, match=refused):
+            trainer.train()
+        return
+    adds = "added up" if kind is Tagger else "averaged over their labels"
+    with pytest.warns(UserWarning, match=f"is not known. The losses of its parts are {adds}"):
+        trainer.train()
+    assert difference(plain, cut) <= EXACT
+
+
 def test_a_training_that_ran_out_of_memory_fits_with_the_same_weights(transformers: ModuleType, tmp_path: Path) -> None:
     wide = 512
     plain, dying, cut = Tagger(wide), Tagger(wide), Tagger(wide)
@@ -455,6 +487,7 @@ def test_ranks_of_ddp_cut_their_batches_differently_and_end_with_the_same_weight
         plain, *others = (torch.load(tmp_path / name) for name in names)
         for other in others:
             torch.testing.assert_close(other, plain, rtol=0, atol=EXACT)
+        assert plain[1].min() > 0
 
 
 def test_room_is_made_before_each_step_of_the_optimizer(

@@ -105,12 +105,16 @@ def difference(plain: nn.Module, cut: nn.Module) -> float:
 
 
 def trained_on_ranks(rank: int, size: int, port: int, folder: Path) -> None:
-    """Trains on one of several processes, without the mixin and with it; saves the weights of both."""
+    """Trains and evaluates on one of several processes, without the mixin and with it; saves the weights of both, and
+    the losses.
+    """
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     for steps in (1, 2):
         for name, settings in (("plain", None), ("cut", LoopSettings(limits=3 - rank, learn=False))):
             model = Tagger()
             options = {"ddp_backend": "gloo", "per_device_train_batch_size": 4, "gradient_accumulation_steps": steps}
-            trainer_of(import_module("transformers"), folder, model, settings, **options).train()
-            torch.save(weights(model), folder / f"{name}-{steps}-{rank}.pt")
+            trainer = trainer_of(import_module("transformers"), folder, model, settings, **options)
+            trainer.train()
+            losses = [trainer.evaluate()["eval_loss"] for _ in range(2)]
+            torch.save([weights(model), torch.tensor(losses)], folder / f"{name}-{steps}-{rank}.pt")

@@ -20,6 +20,7 @@ TRIALS = {
     "adapters/transformers_trainer.py MicroBatchTrainerMixin._movable_outputs.MovableContainer.add": "outputs move",
     "adapters/transformers_trainer.py MicroBatchTrainerMixin._whole_evaluation": "outputs move to the host",
     "adapters/transformers_trainer.py _Parts._measured": "how losses add up is tried with a few samples",
+    "adapters/transformers_trainer.py _Parts._likeliest": "a sample shows whether items divide its loss",
     "adapters/framework_loop.py FrameworkLoop._draws": "whether random numbers are the reason is tried",
     "fit/batch_dependence.py _round_off": "whether another rounding is the reason is tried",
     "adapters/loss_ways.py Comparison._change_by_rounding": "whether another rounding is the reason is tried",

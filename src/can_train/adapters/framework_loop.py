@@ -253,7 +253,7 @@ class FrameworkLoop:
         self._rule = FactorRule(decided=None, aim=Aim(FactorSettings().target))
         self._logical_batch = self._steps = 0
         self._reading: tuple[float, int] | None = None  # Cost and first bytes of the micro-batch that is measured now
-        self._first_bytes = 0  # In use before an early step, which has the optimizer's state
+        self._first_bytes = 0  # In use before an early step, which has the optimizer's state, without gradients
         self._first_states: list[int] = []  # Bytes of each optimizer's state by then
         self._in_step = False  # Whether `whole` runs now
         self._comparisons = Comparisons()
@@ -776,8 +776,9 @@ class FrameworkLoop:
         self.meter.release()
         if not self._first_bytes:
             return None
-        growths = [now - then for now, then in zip(self._state_bytes(), self._first_states, strict=False)]
-        growth_bytes = self.meter.allocated_bytes() - self._first_bytes - sum(growths)
+        self._add_first_states()
+        growths = [now - then for now, then in zip(self._state_bytes(), self._first_states, strict=True)]
+        growth_bytes = self.meter.allocated_bytes() - self._gradient_bytes() - self._first_bytes - sum(growths)
         least_bytes = _LEAK_SHARE * self.meter.capacity_bytes
         if max(growths, default=0) > max(least_bytes, growth_bytes):
             grown = int(np.argmax(growths))
@@ -790,6 +791,18 @@ class FrameworkLoop:
             f"The memory in use before a batch has grown by {size_text(growth_bytes)} in {self._steps} steps{keeps}",
             value=message, remedy="Keep numbers in place of tensors: loss.item(), or loss.detach().cpu()",
         )  # fmt: skip
+
+    def _add_first_states(self) -> None:
+        """Takes state that an optimizer has made in its first step, which may be a late one, for no growth."""
+        for place, (now, then) in enumerate(zip(self._state_bytes(), self._first_states, strict=True)):
+            if not then:
+                self._first_states[place] = now
+                self._first_bytes += now
+
+    def _gradient_bytes(self) -> int:
+        """Returns the bytes of gradients of earlier batches, which accumulate."""
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return sum(gradient.nbytes for gradient in gradients if gradient.device.type == self.meter.device.type)
 
     def _state_bytes(self) -> list[int]:
         """Returns the bytes of each optimizer's state on the device, its history included."""
@@ -984,8 +997,10 @@ class FrameworkLoop:
             with self.monitor.step():
                 self._reading = (cost, self.meter.allocated_bytes())
             if self._steps == _FIRST_READ and not self._first_bytes:
-                self._first_bytes = self._reading[1]
                 self._first_states = self._state_bytes()
+                self._first_bytes = self._reading[1] - self._gradient_bytes()
+            elif not all(self._first_states):
+                self._add_first_states()
 
     def _end_reading(self) -> None:
         if self._reading is not None:

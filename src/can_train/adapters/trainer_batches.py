@@ -141,9 +141,12 @@ def remedy_of(trainer: Any, *, trains: bool = True) -> str:
     return _sentence(measures)
 
 
-def remedy_of_sample(trainer: Any, remedy: str, *, trains: bool = True) -> str:
-    """Returns a sentence with all that makes a single sample fit; `remedy` is a sentence about device and model."""
-    return _sentence([*_model_measures(trainer, trains=trains), f"{remedy[:1].lower()}{remedy[1:]}"])
+def remedy_of_sample(trainer: Any, remedy: str, *, trains: bool = True, recomputes: bool = False) -> str:
+    """Returns a sentence with all that makes a single sample fit; `remedy` is a sentence about device and model.
+    `recomputes`: activations are recomputed already.
+    """
+    measures = _model_measures(trainer, trains=trains and not recomputes)
+    return _sentence([*measures, f"{remedy[:1].lower()}{remedy[1:]}"])
 
 
 def _sentence(measures: Sequence[str]) -> str:

@@ -125,14 +125,14 @@ def _numbers(call: LogCall) -> dict[str, Any]:
 
 
 @contextmanager
-def without_gathering(accelerator: Any) -> Iterator[None]:
-    """Refuses functions that wait for other ranks, which may have other parts."""
+def without_gathering(accelerator: Any, size: str) -> Iterator[None]:
+    """Refuses functions that wait for other ranks, which may have other parts; the remedy names `size`."""
 
     def refuse(*arguments: Any, **options: Any) -> None:
         raise DoesNotFitError(
             "Memory ran out on one of several ranks, in a step that gathers numbers of all ranks",
             value="its batch cannot be split on one rank alone",
-            remedy="Choose a smaller per_device_train_batch_size",
+            remedy=f"Choose a smaller {size}",
         )
 
     spans: list[AbstractContextManager[None]] = [replaced(accelerator, name, refuse) for name in _GATHERING]

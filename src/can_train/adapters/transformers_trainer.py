@@ -10,10 +10,10 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from importlib import import_module
 from typing import Any, ClassVar, Final
 
@@ -67,6 +67,9 @@ _LOSS: Final = "loss"
 _SMALL_CHANGE: Final = 5e-4  # Relative change below which a percentage has no digit
 _LABELS: Final = ("labels", "label")  # Names of labels in transformers and in sentence-transformers
 _LEAST: Final = 2  # Fewest samples that are cut
+_COUNT_ITEMS: Final = "_get_num_items_in_batch"  # The Trainer's function that counts the items of a batch
+_MORE_ITEMS: Final = 2.0  # Factor of their number that shows whether a loss is divided by it
+_SAME: Final = 1e-2  # Relative difference of two losses that is round-off, also in half precision
 _FORWARD_SAMPLES: Final = 8  # Samples whose losses are compared where a single one fits in a whole step
 
 
@@ -143,8 +146,10 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         # A step may take entries out of its inputs.
         batch = copy(inputs) if isinstance(inputs, Mapping) else inputs
 
+        total_items = _TotalItems(number=num_items_in_batch)
+
         def run(part: Any) -> Tensor:
-            loss: Tensor = step(own_model, part, num_items_in_batch)
+            loss: Tensor = step(own_model, part, total_items())
             return loss
 
         loop, kind = self._loop(), self._kind(inputs, trains=True)
@@ -152,7 +157,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
             # A schedule-free optimizer changes the weights here, which a step that is undone must find changed.
             self.optimizer.train()
         loop.refused, loop.remedy = kind.refused, self._remedy(trains=True)
-        in_parts = _TrainingParts(self, kind, batch, run, is_sum=num_items_in_batch is not None)
+        in_parts = _TrainingParts(self, kind, batch, run, total_items)
         with self._remedied_samples(kind, trains=True):
             loss = loop.step(batch, lambda: self._whole(run, inputs), lambda: in_parts.compute(is_parallel=is_parallel))
         if is_parallel and self.accelerator.sync_gradients:
@@ -178,9 +183,19 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
 
         loop, kind = self._loop(), self._kind(inputs, trains=False)
         loop.refused, loop.remedy = kind.refused, self._remedy(trains=False)
-        in_parts = _EvaluationParts(self, kind, inputs, run)
-        with self._remedied_samples(kind, trains=False):
-            return loop.step(inputs, lambda: self._whole_evaluation(run, inputs), in_parts.compute, trains=False)
+        count, gather = getattr(self, _COUNT_ITEMS, None), self.accelerator.gather
+
+        def counted() -> Any:
+            """Counts the batch's items, and waits for the other ranks, which may have other parts."""
+            with replaced(self.accelerator, "gather", gather):
+                return None if count is None else count([inputs], self.args.device)
+
+        total_items = _TotalItems(counted)
+        in_parts = _EvaluationParts(self, kind, inputs, run, total_items)
+        compute = partial(in_parts.compute, is_parallel=self.args.world_size > 1)
+        once = nullcontext() if count is None else replaced(self, _COUNT_ITEMS, total_items)
+        with self._remedied_samples(kind, trains=False), once:
+            return loop.step(inputs, lambda: self._whole_evaluation(run, inputs), compute, trains=False)
 
     # The whole step
 
@@ -260,7 +275,9 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         try:
             yield
         except PartDoesNotFitError as error:
-            error.remedy = remedy_of_sample(self, error.remedy, trains=trains)
+            engine = self._loop().engine
+            recomputes = engine is not None and bool(engine.batcher.ladder.rung.recompute)
+            error.remedy = remedy_of_sample(self, error.remedy, trains=trains, recomputes=recomputes)
             raise
         finally:
             kind.refused = self._loop().refused
@@ -379,6 +396,27 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
 
 
 @dataclass
+class _TotalItems:
+    """The number of items in a batch and in those of the other ranks, which a loss may be divided by.
+
+    Attributes:
+        count: Counts them, when the Trainer asks for their number first; None: they are known.
+        number: The number; None: not counted, or the Trainer gives none to the loss.
+        factor: Factor of the number that the Trainer is told.
+    """
+
+    count: Callable[[], Any] | None = None
+    number: Any = None
+    factor: float = 1.0
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Returns the number of items in the whole batch, also for a part of it."""
+        if self.count is not None:
+            self.number, self.count = self.count(), None
+        return self.number if self.number is None or self.factor == 1 else self.number * self.factor
+
+
+@dataclass
 class _BatchKind:
     """Batches with the same columns and the same loss: all of them are split in one way, or none is."""
 
@@ -396,7 +434,7 @@ class _Parts:
 
     Attributes:
         run: The Trainer's step.
-        is_sum: Whether losses are divided by the number of items in the whole batch.
+        total_items: The number of items that losses are divided by, in the whole batch; it may have none.
         trains: Whether a gradient is computed.
     """
 
@@ -405,7 +443,7 @@ class _Parts:
     kind: _BatchKind
     batch: Any
     run: Callable[..., Any]
-    is_sum: bool = False
+    total_items: _TotalItems
     is_counted: bool = False  # Whether the comparisons know of the batch
     is_undecidable: bool = False  # Whether all ways hold for the samples that were compared
     states: PartStates | None = None  # Of the samples that were compared
@@ -434,23 +472,39 @@ class _Parts:
             SplitRefusedError: No way holds.
         """
         kind, rows = self.kind, slice(part.start, part.stop)
-        ways = kind.ways or [*([SUM] if self.is_sum else []), *self.items.means, SUM]
+        is_sum = self.total_items.number is not None
+        ways = kind.ways or [*([SUM] if is_sum else []), *self.items.means, SUM]
         kind.ways = list(dict.fromkeys(ways))
         is_due = not self.is_counted and kind.comparisons.is_due()
         self.is_counted = True
         # Until the first comparison nothing holds.
         is_undecided = not (is_due or self.is_undecidable or self.items.agree(kind.ways, rows))
         if kind.is_open and (is_due or is_undecided):
-            with self.loop.noticing_rows(part.samples):
+            with self.loop.noticing_rows(part.samples), self._gradients_on_host():
                 self._settle(self._measured(largest), decides=is_undecided)
         return self.items.weight(kind.ways[0], rows)
+
+    @contextmanager
+    def _gradients_on_host(self) -> Iterator[None]:
+        """Keeps the gradients of the part on the host, for trials that may need their memory."""
+        kept = []
+        for parameter in () if self.loop.may_have_room else self.loop.model.parameters():
+            if parameter.grad is not None:
+                with self.loop.meter.host():
+                    kept.append((parameter, parameter.grad.to("cpu", copy=True)))
+                parameter.grad = None
+        yield
+        # What a trial that ran out of memory has left.
+        self.loop.meter.release()
+        for parameter, gradient in kept:
+            parameter.grad = gradient.to(parameter.device, copy=True)
 
     def _settle(self, result: ComparisonResult, *, decides: bool) -> None:
         kind = self.kind
         if not result.is_known and result.draws and self.trains:
             self.refuse(UNREPEATABLE)
         elif not result.is_known:
-            del kind.ways[1:]
+            kind.ways = [self._likeliest()]
             kind.is_open = False
             cause = UNREPLACED.unknown_because if result.draws else result.failure
             unknown = (
@@ -474,6 +528,29 @@ class _Parts:
         else:
             change = f"{result.difference:.1%}" if result.difference >= _SMALL_CHANGE else f"{result.difference:.1e}"
             self.refuse(f"cutting it changes its {result.of} by {change}")
+
+    def _likeliest(self) -> Way:
+        """Returns the likeliest way where no samples could be compared: one sample shows whether its loss is divided by
+        the number of items in the batch.
+        """
+        ways = [way for way in self.kind.ways if not way.is_sum]
+        if self.total_items.number is None or not ways:
+            return self.kind.ways[0]
+        seeds, losses = Generators(self.loop.meter.device), list[float]()
+        try:
+            with self.untraced():
+                for factor in (1.0, _MORE_ITEMS):
+                    seeds.restore()
+                    with replaced(self.total_items, "factor", factor), collected_logs(self.trainer), CatchOutOfMemory():
+                        losses.append(float(self._losses(self.items.telling(1))[0][0]))
+        except Exception:  # noqa: BLE001 - a look at the loop must not end it
+            losses.clear()
+        if len(losses) < 2 or not losses[0]:
+            return self.kind.ways[0]
+        is_whole, is_part = (math.isclose(losses[1], losses[0] / factor, rel_tol=_SAME) for factor in (1, _MORE_ITEMS))
+        if not is_whole and not is_part:
+            self.refuse("its loss depends on num_items_in_batch, but is not divided by it")
+        return ways[0] if is_whole else SUM
 
     def refuse(self, reason: str) -> None:
         """Ends the parts: batches of this kind are not split from now on."""
@@ -500,6 +577,9 @@ class _Parts:
         return ComparisonResult(is_known=False)
 
     def _computations(self, largest: int) -> Iterator[tuple[str, Callable[[Rows], Numbers], int]]:
+        raise NotImplementedError
+
+    def _losses(self, rows: Rows) -> Numbers:
         raise NotImplementedError
 
     def _compared(self, compute: Callable[[Rows], Numbers], rows: Rows, is_of_losses: bool) -> ComparisonResult:
@@ -556,6 +636,11 @@ class _Parts:
         for arguments, options in joined_logs(calls, combination) if len(parts) > 1 else calls[0]:
             self.trainer.log(*arguments, **options)
 
+    def alone(self, *, is_parallel: bool) -> AbstractContextManager[None]:
+        """Opens the span of parts: where other ranks have other parts, nothing may wait for them."""
+        size = f"per_device_{'train' if self.trains else 'eval'}_batch_size"
+        return without_gathering(self.trainer.accelerator, size) if is_parallel else nullcontext()
+
     @contextmanager
     def untraced(self) -> Iterator[None]:
         """Opens the span of a trial: model, generators and Trainer are left as they were."""
@@ -579,8 +664,7 @@ class _TrainingParts(_Parts):
         """Adds the gradient of the batch to `.grad`; returns its loss. `is_parallel`: other ranks have other parts."""
         metrics = getattr(self.trainer, "_metrics", None)
         before = metric_lengths(metrics)
-        alone = without_gathering(self.trainer.accelerator) if is_parallel else nullcontext()
-        with undone(self.trainer), alone:
+        with undone(self.trainer), self.alone(is_parallel=is_parallel):
             loss, weights = self.loop.run_parts(self.batch, self._loss_of)
             self.log_once(weights)
         join_metrics(metrics, before, list(weights.values()))
@@ -617,11 +701,19 @@ class _TrainingParts(_Parts):
         return numbers
 
     def _losses(self, rows: Rows) -> Numbers:
-        def backward(loss: Tensor, **options: Any) -> None:
-            """Leaves the gradient out."""
+        parameters = [parameter for parameter in self.loop.model.parameters() if parameter.requires_grad]
 
-        with torch.no_grad(), replaced(self.trainer.accelerator, "backward", backward):
-            return [np.array([float(self.run(self.selected(rows)))])]
+        def backward(loss: Tensor, **options: Any) -> None:
+            """Gives the parameters zeros, which take no memory: the step may look at its gradient."""
+            for parameter in parameters:
+                parameter.grad = parameter.new_zeros(()).expand(parameter.shape)
+
+        try:
+            with torch.no_grad(), replaced(self.trainer.accelerator, "backward", backward):
+                return [np.array([float(self.run(self.selected(rows)))])]
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
 
 
 class _EvaluationParts(_Parts):
@@ -629,9 +721,9 @@ class _EvaluationParts(_Parts):
 
     trains: ClassVar = False
 
-    def compute(self) -> Any:
-        """Returns loss, outputs and labels of the batch."""
-        with undone(self.trainer):
+    def compute(self, *, is_parallel: bool) -> Any:
+        """Returns loss, outputs and labels of the batch. `is_parallel`: other ranks have other parts."""
+        with undone(self.trainer), self.alone(is_parallel=is_parallel):
             parts = self.loop.evaluate_parts(self.batch, self._part)
             self.log_once(part.start for part, _ in parts)
             return parts[0][1] if len(parts) == 1 else self._joined(parts)
