@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from can_train.fit.pass_state import HostGenerators, PythonState
-from can_train.memory.cuda_operators import on_host
 from can_train.memory.out_of_memory import error_chain
 
 if TYPE_CHECKING:
@@ -223,21 +224,22 @@ def _compared(left_out: Collection[int]) -> AbstractContextManager[None]:
 class _Sums:
     """Sums of a tensor over all of its dimensions but one."""
 
-    values: Tensor
-    sizes: Tensor | None = None  # Sums of the absolute values; None: of whole numbers
+    values: NDArray[Any]  # On the host, where NumPy compares a few numbers sooner than PyTorch
+    sizes: NDArray[Any] | None = None  # Sums of the absolute values; None: of whole numbers
     tolerance: float = 0.0  # Of these
 
     def is_near(self, other: _Sums) -> bool:
         """Tells whether the sums are equal, but for the order in which a kernel adds up."""
         if self.sizes is None or other.sizes is None:
-            return torch.equal(self.values, other.values)
-        near = self.tolerance * (self.sizes + self.sizes.mean())
-        pairs = (self.values, other.values), (self.sizes, other.sizes)
-        return all(
-            # Infinite sums have no difference.
-            bool((((one - again).abs() <= near) | (one == again) | (one.isnan() & again.isnan())).all())
-            for one, again in pairs
-        )
+            return np.array_equal(self.values, other.values)
+        # Infinite sums have no difference.
+        with np.errstate(all="ignore"):
+            near = self.tolerance * (self.sizes + self.sizes.mean())
+            pairs = (self.values, other.values), (self.sizes, other.sizes)
+            return all(
+                bool(np.all((np.abs(one - again) <= near) | (one == again) | (np.isnan(one) & np.isnan(again))))
+                for one, again in pairs
+            )
 
 
 @torch.no_grad()
@@ -250,19 +252,19 @@ def _sums_of(tensor: Tensor) -> list[_Sums]:
     if not is_plain or not is_filled or not tensor.numel():
         return []
     is_half = torch.is_autocast_enabled(kind) or tensor.dtype.itemsize == 2
-    with on_host(), torch.autocast(kind, enabled=False):
+    with _disable_current_modes(), torch.autocast(kind, enabled=False):
         values = physical(tensor.detach())
         values = torch.view_as_real(values) if values.is_complex() else values
         values = values if values.dim() else values.view(1)
         kept = {0, values.dim() - 1}
         if not values.is_floating_point():
-            return [_Sums(values=_sum_but(values, dim, torch.int64).cpu()) for dim in kept]
+            return [_Sums(values=_sum_but(values, dim, torch.int64).numpy(force=True)) for dim in kept]
         dtype = torch.float32 if values.dtype.itemsize == 2 else values.dtype
         tolerance = _HALF_TOLERANCE if is_half else _ROUNDED_BITS * torch.finfo(dtype).eps
         return [
             _Sums(
-                values=_sum_but(values, dim, dtype).cpu(),
-                sizes=_size_but(values, dim, dtype).cpu(),
+                values=_sum_but(values, dim, dtype).numpy(force=True),
+                sizes=_size_but(values, dim, dtype).numpy(force=True),
                 tolerance=tolerance,
             )
             for dim in kept
