@@ -287,7 +287,7 @@ BUILT_IN = {
     "encoder of features": "--task seq2seq --set model.hidden=16 --set model.embedding=8 "
                            "--set model.features_encoder=true --set dataset.synthetic.words=100",
     "transformer of features": "--task seq2seq --model transformer --set model.hidden=16 --set model.embedding=8 "
-                               "--set model.heads=2 --set model.layers=2 --set model.features_encoder=true "
+                               "--set model.heads=2 --set model.layers=1 --set model.features_encoder=true "
                                "--set model.share_embeddings=false --set dataset.synthetic.words=100",
     "tracknet": f"--task tracknet {SMALL_GAMES}",
 }  # fmt: skip
