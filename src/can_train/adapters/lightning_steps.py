@@ -620,10 +620,13 @@ class _MetricUpdates:
         for name, metric in self._metrics.items() if len(weights) > 1 else ():
             of_parts = [self._by_start[start][name] for start in weights]
             last, place = of_parts[-1], (_UPDATED, *name.split("."))
-            if not any(of_parts) or not all(self._are_of_batch(updates, place) for updates in of_parts):
-                continue
             # The end of a manual step runs for the last part alone.
             common = len(last) if total is None else len(of_parts[0])
+            if not any(of_parts):
+                continue
+            if not all(self._are_of_batch(updates, place) for updates in of_parts):
+                partial_names += [name] if common < len(last) else []
+                continue
             entries = [[_numbers_in(update) for update in updates[:common]] for updates in of_parts]
             combination = Combination([sizes[start] for start in weights], list(weights.values()), self._kinds)
             numbers = combination.entries(entries, place)
