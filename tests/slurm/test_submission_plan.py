@@ -236,7 +236,8 @@ ACCOUNTING = Accounting(
     ("values", "message"),
     [({"exclude": "a,n[1-2]"}, "Unknown node: 'n1'"), ({"nodelist": "b"}, "Unknown node: 'b'"),
      ({"qos": "lon"}, "Unknown QOS: 'lon'"), ({"account": "lap"}, "Unknown account: 'lap'"),
-     ({"reservation": "r"}, "The cluster has no reservation: 'r'")],
+     ({"reservation": "r"}, "The cluster has no reservation: 'r'"),
+     ({"constraint": "[ib*2&nope*1]"}, "Unknown feature of nodes (--constraint): 'nope'")],
 )  # fmt: skip
 def test_a_name_that_the_cluster_does_not_have_is_refused(
     tmp_path: Path, values: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
@@ -245,7 +246,8 @@ def test_a_name_that_the_cluster_does_not_have_is_refused(
         (tmp_path / program).write_text("#!/bin/sh\n")
         (tmp_path / program).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    place = replace(MAIN, accounting=ACCOUNTING)
+    nodes = [replace(node, features=["ib", "a100"]) for node in MAIN.nodes]
+    place = replace(MAIN, accounting=ACCOUNTING, nodes=nodes)
     with pytest.raises(ConfigError, match=re.escape(message)):
         plan_submission([run(tmp_path, values={f"cluster.{n}": v for n, v in values.items()})], "code", [place])
 

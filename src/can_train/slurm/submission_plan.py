@@ -271,7 +271,7 @@ def job_device(run: ResolvedRun, partitions: Sequence[Partition]) -> JobDevice:
 
 def _names_of_gpus(cluster: ClusterSettings, places: Sequence[Partition]) -> list[str]:
     """Lists possible names of a job's GPUs: from its request, else from features, else from the nodes."""
-    features = re.findall(r"[\w.-]+", cluster.constraint)
+    features = _features_in(cluster.constraint)
     if names := cluster.gpu_kinds or [name for name in features if cards_named(name)]:
         return names
     excluded, listed = node_names(cluster.exclude), node_names(cluster.nodelist)
@@ -594,7 +594,9 @@ def _check_syntax(name: str, lines: Sequence[str]) -> None:
 
 
 def _check_names(cluster: ClusterSettings, places: Sequence[Partition], partitions: Sequence[Partition]) -> None:
-    """Raises ConfigError if a node, a reservation, a QOS or an account is not in the cluster's lists."""
+    """Raises ConfigError if a node, a feature of nodes, a reservation, a QOS or an account is not in the cluster's
+    lists.
+    """
     if not partitions:
         return
     known = {node.name for partition in partitions for node in partition.nodes}
@@ -603,6 +605,11 @@ def _check_names(cluster: ClusterSettings, places: Sequence[Partition], partitio
         for name in node_names(text) if "/" not in text else ():
             if known and name not in known:
                 raise unknown_name("node", name, known)
+    features = {name for partition in partitions for node in partition.nodes for name in node.features}
+    for name in _features_in(cluster.constraint):
+        if features and name not in features:
+            raise unknown_name("feature of nodes (--constraint)", name, features,
+                               more=_source("constraint", cluster.constraint))  # fmt: skip
     reservations = client.read_reservations(cluster.clusters) if cluster.reservation else None
     for name in cluster.reservation.split(",") if reservations is not None else ():
         if not reservations:
@@ -618,6 +625,15 @@ def _check_names(cluster: ClusterSettings, places: Sequence[Partition], partitio
     accounts = {row["Account"] for row in accounting.associations if row["User"]}
     if cluster.account and accounts and cluster.account not in accounts:
         raise unknown_name("account", cluster.account, accounts, more=_source("account", cluster.account))
+
+
+def _features_in(constraint: str) -> list[str]:
+    """Lists the names in a constraint on features.
+
+    >>> _features_in("ib&[a100*2|v100*4]")
+    ['ib', 'a100', 'v100']
+    """
+    return [name for part in re.split(r"[][&|,()\s]+", constraint) if (name := re.sub(r"\*\d*$", "", part))]
 
 
 def _kinds_notice(cluster: ClusterSettings, places: Sequence[Partition]) -> str:
