@@ -709,9 +709,9 @@ def test_a_value_that_is_given_twice_is_trained_once_and_named(
 @pytest.mark.parametrize(
     ("words", "variable", "remedy"),
     [
-        ("Invalid feature specification", "", "Change --constraint nope, or leave it out"),
-        ("Invalid feature specification", "other",
-         "Change --constraint other, or leave it out. SBATCH_CONSTRAINT=other names it"),
+        ("Invalid feature specification", "", "Change --constraint ib, or leave it out"),
+        ("Invalid feature specification", "a100",
+         "Change --constraint a100, or leave it out. SBATCH_CONSTRAINT=a100 names it"),
         ("Requested node configuration is not available", "", "Compare the request with the partitions: sinfo -o"),
     ],
 )  # fmt: skip
@@ -722,7 +722,7 @@ def test_partition_auto_tells_which_request_every_partition_refuses(
     sbatch = slurm / "bin" / "sbatch"
     refused = f"echo 'allocation failure: {words}' >&2; exit 1"
     sbatch.write_text(sbatch.read_text().replace("esac;", f"esac; case $* in --test-only*) {refused};; esac;", 1))
-    flags = () if variable else ("--constraint", "nope")
+    flags = () if variable else ("--constraint", "ib")
     if variable:
         monkeypatch.setenv("SBATCH_CONSTRAINT", variable)
     assert main((*TRAIN, "--submit", "--device", "cpu", "--partition", "auto", "--yes", *flags)) == 2
@@ -731,6 +731,17 @@ def test_partition_auto_tells_which_request_every_partition_refuses(
     assert f"main, scavenge: {remedy}" in told
     assert "; short: A job starts within 30 s" in told
     assert "shrink the model" not in told
+
+
+@pytest.mark.parametrize(("shows", "partition"), [("--dry-run", "main"), ("--yes", "auto")])
+def test_a_constraint_that_no_node_has_is_refused_before_sbatch_is_asked(
+    slurm: Path, capsys: pytest.CaptureFixture[str], shows: str, partition: str
+) -> None:
+    words = ("--submit", "--device", "cpu", "--constraint", "ibb")
+    assert main((*TRAIN, *words, shows, "--partition", partition)) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "Unknown feature of nodes (--constraint)" in told
+    assert "Valid, nearest first: ib, a100." in told
 
 
 def test_a_trial_names_its_job_when_its_values_are_chosen(
