@@ -567,7 +567,7 @@ class _MetricUpdates:
         self._by_start: dict[int, dict[str, list[_Update]]] = {}  # Of each part, by its first sample
         self._trials: dict[tuple[int, int], dict[str, list[_Update]]] = {}
         self._is_inside = False  # Whether a metric runs, which may update others
-        self._joined: set[int] = set()  # Metrics whose updates are those of the whole batch
+        self._joined: set[int] = set()  # Metrics that were updated as with the whole batch
 
     @contextmanager
     def of(self, part: Part) -> Iterator[None]:

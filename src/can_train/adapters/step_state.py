@@ -498,8 +498,8 @@ class Attributes:
         return entries if known is container else None
 
     def at(self, path: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Returns the owner, the name and the value of what was at a path: a name, and keys of containers. The last key
-        may be a position in the value, a tuple.
+        """Returns the owner, the name and the earlier value of an attribute, or of a container's entry. A path is the
+        attribute's name, and keys of containers; the last key may be a position in a tuple.
         """
         owner, name, value = self.owner, path[0], self.values.get(path[0])
         for key in path[1:]:

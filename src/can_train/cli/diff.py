@@ -139,7 +139,7 @@ class _Side:
 
     def at(self, revision: str, tree: Path) -> "_Side":
         """Returns the same line in a checkout of another revision. Files that git does not have, such as data, are
-        those of the working tree.
+        taken from the working tree.
         """
         here, top = Path.cwd(), _git("rev-parse", "--show-toplevel")
         folder = tree / here.relative_to(Path(top).resolve())

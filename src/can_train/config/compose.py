@@ -206,8 +206,8 @@ def from_plain(plain: Mapping[str, Any]) -> ResolvedRun:
 
 
 def from_file(text: str, name: str, *, beside: Path | None = None) -> ResolvedRun:
-    """Makes a run from a file that `can-train show RUN --config` printed, or that a person wrote in its form. Settings
-    that the file leaves out are those of the presets.
+    """Makes a run from a file that `can-train show RUN --config` printed, or that a person wrote in its form. The
+    presets give the settings that the file leaves out.
 
     Args:
         text: YAML.

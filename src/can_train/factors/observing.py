@@ -103,7 +103,7 @@ def make_observation(
 
     Args:
         begun: The attempt.
-        engines: Of all phases, with that of the fullest first.
+        engines: The engine of each phase; first the phase that filled the device most.
         planned: The plan that it trained by.
         outcome: How it ended.
         ooms: Out-of-memories that were rescued in the attempt.

@@ -124,7 +124,7 @@ class ProbeBounds:
 
     @property
     def line_shows(self) -> float:
-        """The least cost at which the line shows."""
+        """The least cost at which memory grows in a line: kernels' own memory and gradients no longer hide it."""
         return max(_BEYOND_GRADIENTS * self.gradient_bytes, _BEYOND_KERNELS * self.kernel_bytes)
 
 

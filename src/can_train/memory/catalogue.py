@@ -96,8 +96,8 @@ CARDS: Final = (
     Card("RTX 4090", 24, 24_070 * MIB, "ada", 128 * 1536, ("rtx4090", "4090"), desktop=True),
     Card("RTX 5080", 16, 15_830 * MIB, "blackwell", 84 * 1536, ("rtx5080", "5080"), desktop=True),
     Card("RTX 5090", 32, 32_080 * MIB, "blackwell", 170 * 1536, ("rtx5090", "5090"), desktop=True),
-    # Logs show the RTX PRO 6000 (94.97 GiB) and the RTX 5060 Ti (15,816 MiB). Sizes of the others are those of their
-    # data sheets and nvidia-smi, less the memory that drivers keep of the card above that is most like them.
+    # Logs show the RTX PRO 6000 (94.97 GiB) and the RTX 5060 Ti (15,816 MiB). All other cards have the size of their
+    # data sheet and of nvidia-smi, less the memory that drivers keep of the most similar card above.
     Card("A2", 16, 14_860 * MIB, "ampere", 10 * 1536, ("a2",), common=False),
     Card("P40", 24, 22_900 * MIB, "pascal", 30 * 2048, ("p40",), common=False),
     Card("A800", 40, 40_320 * MIB, "ampere", 108 * 2048, ("a800", "a80040gbactive"), common=False),

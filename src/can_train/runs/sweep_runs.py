@@ -1,4 +1,4 @@
-"""A sweep as one thing: its name and the labels of its runs, which follow from what varies, and how its runs failed."""
+"""A sweep as one thing: its name, the labels of its runs by the settings that vary, and how its runs failed."""
 
 import re
 import secrets

@@ -50,7 +50,7 @@ _PIPE_BYTES: Final = 2**16  # for each read from the pipe
 _END: Final = "\0"  # end of a message from a tracker's process
 _MOST_PARAMETERS: Final = 100  # for each request to MLflow
 _MOST_FIGURES: Final = 1000
-_INIT_S: Final = 60  # for which Weights & Biases tries to reach its server
+_INIT_S: Final = 60  # Time in which Weights & Biases tries to reach its server
 _FAILED: Final = 4  # exit status of a tracker's process that has reported its failure
 _NICENESS: Final = 10  # of a tracker's process, whose work can wait
 

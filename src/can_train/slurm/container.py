@@ -82,7 +82,7 @@ def command(cluster: ClusterSettings, paths: Sequence[Path], folder: Path, sourc
         cluster: The request. Its container runs in Pyxis, which needs arguments of srun, or in Apptainer.
         paths: Paths of this machine in the container.
         folder: Working folder.
-        source: First folder of the import path. The variables of an image replace those of the job.
+        source: First folder of the import path. An image's variables replace the job's variables.
     """
     imports = f"PYTHONPATH={shlex.quote(source)}${{PYTHONPATH:+:$PYTHONPATH}}"
     shell = f'export {imports} PYTHONSAFEPATH=1; exec "$0" "$@"'

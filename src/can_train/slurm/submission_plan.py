@@ -102,7 +102,7 @@ configuration is not available", several settings may be the cause."""
 
 
 def remedy_of_refusal(refusal: str, cluster: ClusterSettings) -> str:
-    """Returns what to do about the words with which sbatch refuses a request; empty: it does not refuse."""
+    """Returns a remedy for sbatch's refusal of a request; empty: sbatch does not refuse it."""
     asked = with_sbatch_variables(cluster, os.environ)[0]
     setting = next((name for words, name in _REFUSED_REQUESTS.items() if words in refusal), "")
     if setting and (value := str(getattr(asked, setting))):

@@ -105,7 +105,7 @@ def averaged_weights(model: nn.Module, training: TrainingSettings) -> AveragedWe
 
 
 def average_tensors(model: nn.Module, training: TrainingSettings) -> list[Tensor]:
-    """Returns tensors as large as those of the average, for a plan; none where there is no average."""
+    """Returns tensors as large as the average's, for a plan; none where there is no average."""
     averaged = averaged_weights(model, training)
     return [] if averaged is None else averaged.tensors
 

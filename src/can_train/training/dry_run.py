@@ -99,8 +99,8 @@ _CAVEATS: Final = {catalogue.ROCM: catalogue.ROCM_CAVEAT, catalogue.UNKNOWN: cat
 
 @dataclass(frozen=True, kw_only=True)
 class CardPlan:
-    """The plan for one device. Of a task with several phases, the figures are those of the phase with the highest peak;
-    all are None where the training does not fit, and the peak's where nothing predicts it.
+    """The plan for one device. The phase with the highest peak gives the figures of a task with several phases; all are
+    None where the training does not fit, and the peak's where nothing predicts it.
     """
 
     target: UsableMemory  # The device

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 def validate(session: Session, figures: EpochFigures) -> EpochFigures:
     """Validates the weights, and their average if there is one, and keeps the best so far; returns the figures of the
-    epoch with those of the validation.
+    epoch with the validation's figures added.
     """
     progress, criterion = session.progress, session.criterion
     trained = validated(session)

@@ -744,7 +744,7 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
                 torch._foreach_mul_(gradients, factor)
         result = replace(result.corrected(factor), ooms_rescued=earlier_ooms + result.ooms_rescued)
         result.start_copies()
-        # Those of shards are added up in the backward pass.
+        # Gradients of shards are added up in the backward pass.
         whole = [one for one in optimization.parameters if shard_of(one) is one]
         ranks.reduce_gradients(whole, alike=len({share.forms.gradients for share in shares}) == 1)
         # Before the optimizer steps: where that fails, the other ranks hear of it in their next message.

@@ -143,7 +143,7 @@ def cut(
         By set, its windows; where recordings have sets, only the sets that a recording has.
 
     Raises:
-        DataError: A set would have no windows, or a class is not among those of the model.
+        DataError: A set would have no windows, or the model lacks a class.
     """
     length, stride = dataset.samples(dataset.window_s), max(1, dataset.samples(dataset.stride_s))
     classes = classes_of(recordings, dataset)

@@ -34,7 +34,7 @@ PAIRS: Final = 7  # pairs of adjacent bytes among the first eight bytes of a pay
 # first, pairs with the least significant byte first, and bytes.
 WORDS: Final = (*(f"{first}-{first + 1}" for first in range(1, PAIRS + 1)),
                 *(f"{first + 1}-{first}" for first in range(1, PAIRS + 1)), *map(str, range(1, PAIRS + 2)))  # fmt: skip
-# [J] Places of the most and of the least significant byte of each word; those of a word of one byte are equal.
+# [J] Places of the most and of the least significant byte of each word; a word of one byte has it twice.
 HIGH_BYTES: Final = np.array([*range(PAIRS), *range(1, PAIRS + 1), *range(PAIRS + 1)])
 LOW_BYTES: Final = np.array([*range(1, PAIRS + 1), *range(PAIRS), *range(PAIRS + 1)])
 _BYTE_MASK: Final = 0xFF

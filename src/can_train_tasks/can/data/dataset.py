@@ -79,7 +79,7 @@ def load_data(dataset: CanDatasetSettings, data_root: Path, cache_dir: Path, rep
 
 
 def with_notices(data: CanData, notices: Sequence[str], reporter: Reporter) -> CanData:
-    """Prints notices, and adds them to those of the data."""
+    """Prints notices, and adds them to the notices of the data."""
     for notice in notices:
         reporter.notice(notice)
     return replace(data, notices=(*data.notices, *notices))

@@ -113,7 +113,7 @@ def _refuse_packed(path: Path, log_format: str) -> None:
 class TableText:
     """The rows of a parquet file, written as the text of a CSV log: names, bases, units and labels are read as there.
 
-    Its attributes and methods are those of `LogText`, and:
+    It has the attributes and methods of `LogText`, and:
 
     Attributes:
         typed: Settings that the types of the columns decide, such as the base of IDs that are numbers and no texts.

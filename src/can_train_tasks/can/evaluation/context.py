@@ -2,8 +2,8 @@
 
 A forger who has silenced a sender may keep its rhythm, its counter, its checksum and its range. But the forged value
 follows its own course, and the rest of the bus follows the car. So each value of a payload is a line fit of at most
-three values of other IDs, if such a fit holds in all benign training drives. All values are those of the IDs' last
-frames at the end of a window.
+three values of other IDs, if such a fit holds in all benign training drives. Each ID gives the
+values of its last frame at the end of a window.
 
 Source: the values of a line are chosen one by one, each time the value that explains most of the rest (orthogonal
 matching pursuit: Pati, Rezaiifar and Krishnaprasad, 1993).

@@ -140,8 +140,8 @@ def make_live_detector(
         model = FinishedFusion(finished, nothing, {role: load_model(role) for role in (AUTOENCODER, CLASSIFIER)})
     else:
         model = FinishedNetwork(finished, nothing)
-    # The format of the training log says little about the format of the input; names of columns and the unit of times
-    # are those of the same recorder. Each bus is watched by itself, whichever the run was trained on.
+    # The input may have another format than the training log; the same recorder gives it the same names of columns and
+    # the same unit of times. Each bus is watched by itself, whichever the run was trained on.
     dataset = replace(finished.run.dataset, format="auto", id_base="auto", byte_base="auto", channel=request.channel)
     dataset = read_as_trained(dataset, judgement)
     watch = Watch(hold=hold, threshold=threshold, calibrate_s=rule.calibrate_s, benign=benign, explain=request.explain,

@@ -571,7 +571,7 @@ class Choice(NamedTuple):
         return _read(self.rows)
 
     def heading(self, lines: Lines) -> list[str | None]:
-        """Returns those of the chosen `lines` above the first frame that are not malformed: a CSV log's header."""
+        """Returns the chosen `lines` above the first frame, without malformed ones: a CSV log's header."""
         first = int(self.rows.position[0]) if len(self.rows.position) else 0
         malformed = {*self.rows.malformed["position"].to_list()}
         return [line for at, line in enumerate(lines[:first]) if line and at not in malformed]

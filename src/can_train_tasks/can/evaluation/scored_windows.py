@@ -41,7 +41,7 @@ def windows_of(
     finished: FinishedModel, request: EvaluationData, *, splits_own: bool = True
 ) -> tuple[CanData, EvaluationData]:
     """Loads windows, and completes the request as `_judged_data` does; windows of other logs are all test windows, and
-    so are those of the run's logs if they are named and `splits_own` is False.
+    so are windows of the run's logs if they are named and `splits_own` is False.
 
     Raises:
         ConfigError: The request changes a setting that the model or its split depends on, or asks for the run's test
