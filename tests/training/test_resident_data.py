@@ -318,7 +318,7 @@ TASKS = {
     "images in parts": f"--task {__file__}:Images --batch-size 8 --micro-batch-size 3",
     "lists": f"--task {__file__}:Lists --batch-size 8 --accumulation-splits 2",
     "muon": "--task muon --dataset synthetic --set dataset.synthetic.muons_per_pev=5 "
-    "--set dataset.synthetic.showers=60 "
+    "--set dataset.synthetic.showers=30 "
     "--batch-size 16 --accumulation-splits 2 --set model.hidden=8",
     "bendr": f"{BENDR} --num-workers 2",
     "bendr classify": f"{BENDR} --mode classify",
