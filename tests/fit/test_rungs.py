@@ -225,6 +225,21 @@ def test_views_of_one_storage_leave_the_device_once() -> None:
     assert meter.peak_bytes() <= held + 20 * MIB
 
 
+@pytest.mark.parametrize("later", ["whole", "expanded"])
+def test_a_small_view_that_has_left_the_device_stands_for_no_other_view(later: str) -> None:
+    x = torch.randn(8, 1024)
+    gradients = []
+    for rung in (SPLIT_ALONE, Rung(offload=True)):
+        model = nn.ParameterList([torch.ones(1024), torch.ones(8, 1024)])
+        with simulated_gpu("64MiB", model, [x]), computed_on(rung, model):
+            loss = (x[3] * model[0]).sum()
+            view = x if later == "whole" else x[0].expand(8, 1024)
+            loss = loss + (view * model[1]).sum()
+            loss.backward()
+        gradients.append([parameter.grad for parameter in model])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
 def test_a_tensor_that_is_changed_in_place_is_saved_anew() -> None:
     def gradient(rung: Rung) -> Tensor:
         x = torch.ones(64, 64, requires_grad=True)

@@ -632,7 +632,9 @@ class OffloadedActivations(saved_tensors_hooks):
             return entry
         entry = _OffloadedStorage(self._leave(whole), whole.device, weakref.ref(storage), len(self._packed))
         self._packed.append(weakref.ref(entry))
-        self._by_storage[key] = weakref.ref(entry)
+        if is_shared:
+            # The copy of a small view has no elements of other views.
+            self._by_storage[key] = weakref.ref(entry)
         return entry
 
     def _leave(self, whole: Tensor) -> Tensor:
