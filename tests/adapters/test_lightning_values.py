@@ -441,7 +441,7 @@ def metric_module(lightning: Any, most: int, *, is_manual: bool = False) -> Any:
                 "weighted": MeanMetric(), "samples": SumMetric(), "of rows": MeanMetric(), "each": SumMetric(),
                 "by class": MeanMetric(), "root": MeanMetric(), "running": Running(MeanMetric(), window=2),
                 "range": MinMaxMetric(MeanMetric()), "accuracy": MulticlassAccuracy(CLASSES, average="micro"),
-                "late": MulticlassAccuracy(CLASSES, average="micro"),
+                "late": MulticlassAccuracy(CLASSES, average="micro"), "sometimes": MeanMetric(), "begun": MeanMetric(),
             }).double()  # fmt: skip
 
         def measure(self, x: Tensor, y: Tensor) -> Tensor:
@@ -462,6 +462,11 @@ def metric_module(lightning: Any, most: int, *, is_manual: bool = False) -> Any:
             metrics["running"](loss)
             metrics["range"].update(loss)
             metrics["accuracy"](logits, y)
+            self.batches = getattr(self, "batches", 0) + 1
+            if self.batches % 3 == 0:
+                metrics["sometimes"].update(loss)
+                metrics["begun"].reset()
+            metrics["begun"].update(loss)
             for name in ("mean", "largest mean", "weighted", "accuracy"):
                 self.log(name, metrics[name], on_step=True, on_epoch=True)
             if len(y) > most:

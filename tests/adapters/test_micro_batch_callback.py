@@ -824,3 +824,22 @@ def test_accumulated_gradients_and_state_that_an_optimizer_makes_late_are_no_lea
     with pytest.raises(DoesNotFitError, match="for samples that may not be split further"):
         fit(lightning, tmp_path, Growing(), on_simulated_gpu(tmp_path, learn=False), data=[loader, loader],
             accumulate_grad_batches=accumulated)  # fmt: skip
+
+
+def test_sparse_gradients_are_counted(lightning: ModuleType, tmp_path: Path) -> None:
+    class Sparse(type(network(lightning))):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(50, 6, sparse=True).double()
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            words = self.words(batch[1]) + batch[0]
+            return F.cross_entropy(self.layers(words), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    plain, adopted = Sparse(), Sparse()
+    fit(lightning, tmp_path, plain, max_epochs=1)
+    fit(lightning, tmp_path, adopted, on_simulated_gpu(tmp_path, learn=False), max_epochs=1)
+    assert torch.equal(weights(adopted), weights(plain))

@@ -802,7 +802,9 @@ class FrameworkLoop:
     def _gradient_bytes(self) -> int:
         """Returns the bytes of gradients of earlier batches, which accumulate."""
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        return sum(gradient.nbytes for gradient in gradients if gradient.device.type == self.meter.device.type)
+        # A sparse gradient has no bytes of its own.
+        dense = [part for one in gradients for part in ((one._indices(), one._values()) if one.is_sparse else (one,))]
+        return sum(part.nbytes for part in dense if part.device.type == self.meter.device.type)
 
     def _state_bytes(self) -> list[int]:
         """Returns the bytes of each optimizer's state on the device, its history included."""

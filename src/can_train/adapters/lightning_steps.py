@@ -33,6 +33,7 @@ OWN_BATCHES: Final = (
     "(torch.utils.checkpoint)"
 )
 
+_RESET: Final = "reset"  # Function of a metric
 _MANY: Final = object()  # In place of an argument of a metric that has many rows
 _KEPT_NUMBERS: Final = 4096  # Numbers of the largest argument that is kept
 
@@ -549,7 +550,8 @@ def _number_of(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-_Update = tuple[str, tuple[Any, ...], dict[str, Any]]  # A call of a metric: `forward` or `update`, arguments, options
+# A call of a metric: `forward`, `update` or `reset`, arguments, options.
+_Update = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class _MetricUpdates:
@@ -584,8 +586,9 @@ class _MetricUpdates:
             self._last_counts = {id(metric): metric._update_count for metric in self._metrics.values()}
         with ExitStack() as stack:
             for name, metric in self._metrics.items():
-                noted = partial(self._note, updates[name], "forward", metric.forward)
-                stack.enter_context(replaced_method(metric, "forward", noted))
+                for function in ("forward", _RESET):
+                    noted = partial(self._note, updates[name], function, getattr(metric, function))
+                    stack.enter_context(replaced_method(metric, function, noted))
                 # Which torchmetrics wraps in each object.
                 noted = partial(self._note, updates[name], "update", metric.update)
                 stack.enter_context(replaced(metric, "update", noted))
@@ -628,6 +631,9 @@ class _MetricUpdates:
                 partial_names += [name] if common < len(last) else []
                 continue
             entries = [[_numbers_in(update) for update in updates[:common]] for updates in of_parts]
+            if any(len({frozenset(one) for one in peers}) > 1 for peers in zip(*entries, strict=False)):
+                # An argument is a number in some parts alone.
+                continue
             combination = Combination([sizes[start] for start in weights], list(weights.values()), self._kinds)
             numbers = combination.entries(entries, place)
             if len(numbers) != common:
@@ -647,6 +653,8 @@ class _MetricUpdates:
             _, arguments, options = update
             constants = [value for value in (*arguments, *options.values()) if not _is_number(value)]
             numbers = _numbers_in(update)
+            if update[0] == _RESET:
+                continue
             if not numbers or not all(isinstance(value, bool | str | NoneType) for value in constants):
                 return False
             for key, value in numbers.items():

@@ -188,6 +188,9 @@ class Kinds:
         self, place: Place, whole: Sequence[Any], parts: Sequence[Sequence[Any]], sizes: Sequence[int]
     ) -> None:
         """Sees the entries that a few samples, and their two parts, have appended to a list."""
+        if not whole and not any(parts):
+            # A step that appends nothing tells nothing.
+            return
         if len(whole) == sum(map(len, parts)):
             self.by_place[place] = (_ROWS,)
         elif all(len(part) == len(whole) for part in parts):
