@@ -562,9 +562,11 @@ class _MetricUpdates:
     """
 
     def __init__(self, pl_module: nn.Module, kinds: Kinds) -> None:
-        self._module, self._kinds = pl_module, kinds
-        self._metrics: dict[str, Any] = {}  # By the names of the modules
-        self._before: dict[int, tuple[Attributes, dict[str, Any]]] = {}  # As metrics began the batch, and their states
+        self._kinds = kinds
+        named = pl_module.named_modules()
+        self._metrics: dict[str, Any] = {name: module for name, module in named if hasattr(module, "_reductions")}
+        # As metrics began the batch, and their states.
+        self._before = {id(one): (Attributes(one), _states_of(one)) for one in self._metrics.values()}
         self._last_counts: dict[int, int] = {}  # Updates of the metrics before the last part
         self._by_start: dict[int, dict[str, list[_Update]]] = {}  # Of each part, by its first sample
         self._trials: dict[tuple[int, int], dict[str, list[_Update]]] = {}
@@ -574,10 +576,6 @@ class _MetricUpdates:
     @contextmanager
     def of(self, part: Part) -> Iterator[None]:
         """Opens the span of a part."""
-        if not self._before:
-            named = self._module.named_modules()
-            self._metrics = {name: module for name, module in named if hasattr(module, "_reductions")}
-            self._before = {id(one): (Attributes(one), _states_of(one)) for one in self._metrics.values()}
         updates = defaultdict[str, list[_Update]](list)
         if part.is_trial:
             self._trials[part.start, part.stop] = updates
@@ -650,11 +648,11 @@ class _MetricUpdates:
     def _are_of_batch(self, updates: Sequence[_Update], place: tuple[Any, ...]) -> bool:
         """Tells whether a metric was given numbers, and nothing that may have rows."""
         for position, update in enumerate(updates):
-            _, arguments, options = update
-            constants = [value for value in (*arguments, *options.values()) if not _is_number(value)]
-            numbers = _numbers_in(update)
-            if update[0] == _RESET:
+            name, arguments, options = update
+            if name == _RESET:
                 continue
+            numbers = _numbers_in(update)
+            constants = [value for value in (*arguments, *options.values()) if not _is_number(value)]
             if not numbers or not all(isinstance(value, bool | str | NoneType) for value in constants):
                 return False
             for key, value in numbers.items():
